@@ -272,12 +272,12 @@ def stopwatch(cuda: bool):
 def run_case(case: dict) -> dict:
     import torch
 
-    from tigon.ops.loss_head.operands import Trained  # which TRL's heads are where they are Tigon's
+    from tigon.ops.loss_head.operands import TrainedCalls  # which TRL's heads are where they are Tigon's
 
     cuda = case["device"].startswith("cuda")
     watch = stopwatch(cuda)
     with tempfile.TemporaryDirectory() as folder:
-        before = Trained.calls
+        before = TrainedCalls.number
         trainer = make_trainer(case, folder, [watch])
         trainer.train()
     logged = {
@@ -292,7 +292,7 @@ def run_case(case: dict) -> dict:
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
         "losses": logged["loss"],
         "gradient_norms": logged["grad_norm"],
-        **({"heads": Trained.calls > before} if case["provider"] == "tigon" else {}),
+        **({"heads": TrainedCalls.number > before} if case["provider"] == "tigon" else {}),
         **e2e.versions(case, "trl"),
     }
 

@@ -402,7 +402,7 @@ class Op:
             return None
 
 
-def formed(name: str, fake: Callable[..., Any], results: int, places: tuple[int, ...]) -> Op:
+def loss_with_gradients(name: str, fake: Callable[..., Any], results: int, places: tuple[int, ...]) -> Op:
     """``tigon::<name>`` as a scalar loss that forms its gradients in the forward.
 
     Args:

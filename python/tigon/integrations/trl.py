@@ -26,7 +26,7 @@ from tigon.error import Error, refuse
 from tigon.integrations import replacing
 from tigon.integrations.replacing import Replacement, parameters_of
 from tigon.integrations.transformers.forward import BELOW
-from tigon.ops.loss_head.operands import Trained, autocast
+from tigon.ops.loss_head.operands import TrainedCalls, autocast
 
 log = logging.getLogger("tigon")
 _OURS: list = []  # the interface of Liger, if install() brought it
@@ -99,7 +99,7 @@ class _Head:
 
 @torch.compiler.assume_constant_result
 def _note_traced() -> None:
-    Trained.calls += 1
+    TrainedCalls.number += 1
 
 
 def _models(frame) -> tuple:

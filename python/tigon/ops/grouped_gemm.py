@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tigon._deterministic import is_deterministic
 from tigon._load import native
 from tigon.environment import has_matmul_kernels
-from tigon.ops.loss_head.matmuls import form_gradients, form_logits
+from tigon.ops.loss_head.matmuls import compute_gradients, compute_logits
 
 # The native pieces are called only inside the operators of a layer, which tracers treat as opaque.
 _gather, _gate = native("experts_gather"), native("experts_gate")
@@ -65,9 +65,9 @@ def each_matmul(rows, stack, offsets, transposed):
         if not alike:
             torch.mm(part, matrix if transposed else matrix.t(), out=to)
         elif transposed:
-            form_gradients(part, to, matrix, dhidden=to)
+            compute_gradients(part, to, matrix, dhidden=to)
         else:
-            form_logits(to, part, matrix)
+            compute_logits(to, part, matrix)
     return out
 
 

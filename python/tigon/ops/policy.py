@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tigon._op import formed, has_kernel
+from tigon._op import has_kernel, loss_with_gradients
 from tigon.error import check
 from tigon.ops import arguments
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
@@ -224,7 +224,7 @@ def _fake(log_prob, advantage, target, old, ref, importance, entropy, *_):
     return loss, rows(ref is not None), rows(True), rows(True), rows(entropy is not None)
 
 
-_op = formed("policy", _fake, results=3, places=(0, 6))  # log_prob, entropy
+_op = loss_with_gradients("policy", _fake, results=3, places=(0, 6))  # log_prob, entropy
 
 
 class _Rows(NamedTuple):

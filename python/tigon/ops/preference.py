@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tigon._op import formed, has_kernel
+from tigon._op import has_kernel, loss_with_gradients
 from tigon.error import check, refuse
 from tigon.ops import arguments
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
@@ -262,7 +262,7 @@ def _fake(log_prob, target, nll_target, ref, desirable, *_):
     return loss, *empty_results(log_prob, log_prob.shape[0], desirable is None), dlog_prob
 
 
-_op = formed("preference", _fake, results=5, places=(0,))
+_op = loss_with_gradients("preference", _fake, results=5, places=(0,))
 
 
 def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):

@@ -10,7 +10,7 @@ from tigon._op import _is_transformed, has_kernel, raw
 from tigon.error import check
 from tigon.ops import arguments, philox
 from tigon.ops.loss_head import operands
-from tigon.ops.loss_head.matmuls import form_logits
+from tigon.ops.loss_head.matmuls import compute_logits
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import padded
 from tigon.ops.loss_head.reference import plain_logits
@@ -252,7 +252,7 @@ def linear_sample(
     for begin in range(0, rows.shape[0], chunk):
         part = slice(begin, min(begin + chunk, rows.shape[0]))
         logits = space[: part.stop - begin]
-        form_logits(logits, rows[part], weight, (*pair, scale))
+        compute_logits(logits, rows[part], weight, (*pair, scale))
         found.append(choice.draw(logits, bias, logit_scale, softcap, part, begin))
     if not found:
         found = [(labels.reshape(-1), rows.new_empty(0, dtype=torch.float32))]

@@ -17,7 +17,7 @@ from tigon.ops.cross_entropy import check_loss
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
-from tigon.ops.loss_head.linear_log_prob import several
+from tigon.ops.loss_head.linear_log_prob import has_several_labels
 from tigon.ops.loss_head.operands import LabelFormula
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
@@ -74,7 +74,7 @@ class GivenCall(NamedTuple):
 
     def several_labels(self) -> bool:
         """Whether each row has several labels, in target's last dimension."""
-        return self.op == LOG_PROB and several(self.hidden, self.target)
+        return self.op == LOG_PROB and has_several_labels(self.hidden, self.target)
 
     def shifted(self, target: torch.Tensor) -> torch.Tensor:
         """The labels after head's shift."""
@@ -268,6 +268,7 @@ def run(call: GivenCall, result: str = "loss") -> HeadResults:
     device = call.hidden.device if isinstance(call.hidden, torch.Tensor) else torch.device("cpu")
     shards, checked = agree(op, call.group, device, functools.partial(_describe, call))
     needs, parameters, main_grad = checked.needs, checked.parameters, checked.main_grad
+    operands.TrainedCalls.count(checked.hidden, parameters.weight)
     class_weight = take_class_weight(op, shards, options.class_weight, device)
     labels = _row_labels(call, shards.vocab, device)
     formula = call.formula()._replace(ignore_index=labels.ignore_index)

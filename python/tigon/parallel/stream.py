@@ -33,9 +33,9 @@ import torch
 
 from tigon._deterministic import is_deterministic
 from tigon._op import once
-from tigon.ops.loss_head.autograd import finished
+from tigon.ops.loss_head.autograd import scale_gradients
 from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
-from tigon.ops.loss_head.matmuls import form_gradients, form_logits
+from tigon.ops.loss_head.matmuls import compute_gradients, compute_logits
 from tigon.ops.loss_head.operands import HIDDEN, NEEDS, WEIGHT
 from tigon.parallel.collectives import Work
 from tigon.parallel.plan import divide
@@ -109,7 +109,7 @@ class ShardPass(RowPass):
         if self.vocab:
             like = whole if hidden is None else hidden  # only its shape is used then
             sums = {"factor": factor, "first": self.first_part, "lora": self.lora}
-            form_gradients(dlogits, like, self.weight, dhidden=whole, dlora_a=dlora_a, **sums)
+            compute_gradients(dlogits, like, self.weight, dhidden=whole, dlora_a=dlora_a, **sums)
         elif whole is not None:
             whole.zero_()
         self.first_part = False
@@ -129,7 +129,7 @@ class ShardPass(RowPass):
         given = {name: g[: self.vocab] for name, g in given.items() if g is not None}
         if self.vocab and given:
             sums = {"factor": factor, "first": self.first, "add_dweight": added, "lora": self.lora}
-            form_gradients(dlogits, hidden, self.weight, **given, **sums)
+            compute_gradients(dlogits, hidden, self.weight, **given, **sums)
         self.first = False
 
     def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
@@ -167,7 +167,7 @@ class ShardPass(RowPass):
     def logits(self, hidden, logits) -> torch.Tensor:
         """Compute the part's logits of this shard."""
         if self.vocab:
-            form_logits(logits, hidden, self.weight, self.lora)
+            compute_logits(logits, hidden, self.weight, self.lora)
         return logits
 
     def differentiate(self, logits, to, target, log_mass, scale, **options) -> None:
@@ -359,7 +359,7 @@ class BackwardPass(ShardPass):
 
     def finish(self) -> tuple:
         self.work.wait()
-        return self.formed.formed()
+        return self.formed.as_tuple()
 
 
 def _float_bias(bias, dtype, wide, real):
@@ -385,7 +385,7 @@ class Function(torch.autograd.Function):
             ctx.mark_non_differentiable(entropy)
             if found.gradients is not None:
                 none = hidden.new_empty(0)
-                formed = (none if g is None else g for g in found.gradients.formed())
+                formed = (none if g is None else g for g in found.gradients.as_tuple())
                 ctx.save_for_backward(call.scale.reshape(()), *formed)
             return total(numbers[0], call.scale), entropy, numbers, found.predicted
         ctx.set_materialize_grads(False)
@@ -403,7 +403,7 @@ class Function(torch.autograd.Function):
     def backward(ctx, dloss, dentropy, *_):
         call = ctx.call
         if call.scale is not None:
-            found = finished(dloss, ctx.saved_tensors, *ctx.dtypes[:2])
+            found = scale_gradients(dloss, ctx.saved_tensors, *ctx.dtypes[:2])
         elif dloss is None and dentropy is None:
             return (None,) * (1 + len(NEEDS))
         else:

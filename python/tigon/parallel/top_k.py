@@ -11,7 +11,7 @@ from tigon.ops.agreement import number_of, tells_refusals, values_of
 from tigon.ops.arguments import called, check_booleans, check_float, kind_of
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.loss_head import operands, top_k
-from tigon.ops.loss_head.linear_divergence import Divergence, prepared
+from tigon.ops.loss_head.linear_divergence import Divergence, check_options
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.parallel.cross_entropy import check_eager
 from tigon.parallel.head import LOG_PROB, GivenCall, ShardedOptions, run
@@ -29,7 +29,7 @@ def _distilled(
     check(OP, classes is not None, words, kind_of(d.teacher))
     check_float(OP, "hidden", hidden)
     check_eager(OP, hidden=hidden, indices=classes, log_prob=d.teacher[1], labels=labels)
-    labels, head, d = prepared(OP, classes.shape[:-1], hidden.device, labels, head, d)
+    labels, head, d = check_options(OP, classes.shape[:-1], hidden.device, labels, head, d)
     check_target(OP, "labels", labels, classes.shape[:-1])
     operands.check_token_weight(OP, d.token_weight, labels)
     dtype = operands.autocast(hidden).dtype
@@ -99,9 +99,8 @@ def linear_kl_div(
             row NaN in all processes.
     """
     check_booleans(OP, reverse=reverse)
-    head = HeadOptions(
-        bias, softcap, logit_scale, temperature, lora, ignore_index, shift, chunk_rows=chunk_rows
-    )
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
+    head = HeadOptions(**logits, lora=lora, ignore_index=ignore_index, shift=shift, chunk_rows=chunk_rows)
     d = Divergence(
         teacher,
         kind="reverse_kl" if reverse else "forward_kl",

@@ -46,7 +46,7 @@ from tigon.integrations.transformers.sharding import (
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
-from tigon.ops.loss_head.operands import Trained
+from tigon.ops.loss_head.operands import TrainedCalls
 from tigon.ops.loss_head.tied import lookup
 
 # Hooks of these packages gather weights or move tensors; they do not read the logits.
@@ -226,7 +226,7 @@ def _linear_loss(module, spec, hidden, request):
     words = "use_token_scaling must not be given where the head is sharded over a vocabulary, got True"
     check("apply", not (scaling and sharded), words)
     eager = not torch.compiler.is_compiling()
-    others = Trained.calls if eager else 0
+    others = TrainedCalls.number if eager else 0
     with off:  # the casts are done; autocast must not add its own
         if sharded:
             args = hidden, weight, target
@@ -239,7 +239,7 @@ def _linear_loss(module, spec, hidden, request):
             options["token_weight"] = log_prob.exp()
         loss = linear_cross_entropy(hidden, weight, target, **options)
     if eager:
-        Trained.calls = others  # the report counts this one as its own
+        TrainedCalls.number = others  # the report counts this one as its own
     return loss
 
 

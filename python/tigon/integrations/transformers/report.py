@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tigon.error import Error
-from tigon.ops.loss_head.operands import Trained
+from tigon.ops.loss_head.operands import TrainedCalls
 
 log = logging.getLogger("tigon")
 _traced: set[str] = set()  # reasons given while tracing
@@ -51,7 +51,7 @@ class HeadCalls:
     reason: str | None = None  # why, the last of them
     traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
     said: set[str] = field(default_factory=set, repr=False)  # warnings given
-    others: int = field(default_factory=lambda: Trained.calls, repr=False)  # calls of Trained when applied
+    others: int = field(default_factory=lambda: TrainedCalls.number, repr=False)  # when applied
 
     def compute(self, reason: str) -> None:
         """Count a training forward that computes its logits at once; warn once for each reason."""
@@ -146,7 +146,7 @@ class Report:
         and verl's do.
         """
         calls = self.head_calls
-        by_others = Trained.calls > calls.others and not calls.computed
+        by_others = TrainedCalls.number > calls.others and not calls.computed
         if self.count("loss") and not (calls.fused or calls.traced or by_others):
             why = f"; logits computed at once: {calls.reason}" if calls.computed else ""
             if not (calls.computed or calls.lazy):

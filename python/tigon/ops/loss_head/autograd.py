@@ -3,7 +3,7 @@
 The gradients of a scalar loss are computed with the loss, and the backward scales them (``finish``). Those of
 losses of rows are computed in the backward (``rows_gradients``). The gradient of a row's logits is its
 upstream gradient times a factor that depends only on the row. So the forward can keep this factor for as many
-rows as fit the memory (``kept``), and hidden's gradient for an upstream gradient of 1 (``unit``). The
+rows as fit the memory (``kept``), and hidden's gradient for an upstream gradient of 1 (``unscaled``). The
 backward scales rows and computes the other gradients from the kept factors. A forward that returns entropies
 keeps the logits instead (``LOGITS``), since their gradients depend on both upstream gradients. The backward
 computes again what was not kept.
@@ -27,11 +27,11 @@ from tigon.ops.loss_head.operands import (
     MAIN_GRAD,
     MAY_ROUND,
     NEEDS,
-    UNIT,
+    UNSCALED,
     WEIGHT,
     HeadCall,
     Operands,
-    more_of,
+    own_arguments,
 )
 from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan_of, rows_within
 
@@ -92,13 +92,13 @@ def empty_loss(call: HeadCall, scalar):
 
 def empty_numbers(call: HeadCall, bits):
     """Allocate the results of rows that the call asks for by a bit of its own."""
-    wanted = sum(bool(call.more.outputs & bit) for bit in bits)
+    wanted = sum(bool(call.own.outputs & bit) for bit in bits)
     shape = (wanted, call.operands.target.shape[0]) if wanted else (0,)
     return call.operands.hidden.new_empty(shape, dtype=torch.float32)
 
 
 def empty_kept(call: HeadCall):
-    """Allocate unit and kept of losses of rows."""
+    """Allocate unscaled and kept of losses of rows."""
     hidden, weight, *_ = call.operands
     needs, rows, most = call.memory.needs, call.rows(), call.memory.keep_rows
     if only_hidden(needs) or most == 0:
@@ -107,25 +107,26 @@ def empty_kept(call: HeadCall):
         kept = rows if rows <= _plan(call, 0, main_grad=needs & MAIN_GRAD != 0).whole_rows else 0
     else:
         kept = rows if rows <= most else _plan(call, rows, train_bias=True, keep_rows=most).kept
-    formed = needs & UNIT and needs & HIDDEN and (kept > 0 or only_hidden(needs))
+    computed = needs & UNSCALED and needs & HIDDEN and (kept > 0 or only_hidden(needs))
     shape = (kept, padded(weight.shape[0])) if kept > 0 else (0,)
-    return hidden.new_empty(hidden.shape if formed else (0,)), hidden.new_empty(shape)
+    return hidden.new_empty(hidden.shape if computed else (0,)), hidden.new_empty(shape)
 
 
 def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dtype, bias_dtype):
     dtypes = (dhidden.dtype, weight_dtype, bias_dtype, dhidden.dtype, dhidden.dtype)
-    formed = (dhidden, dweight, dbias, dlora_a, dlora_b)
-    return tuple(g.new_empty(g.shape, dtype=dtype) for g, dtype in zip(formed, dtypes, strict=True))
+    gradients = (dhidden, dweight, dbias, dlora_a, dlora_b)
+    return tuple(g.new_empty(g.shape, dtype=dtype) for g, dtype in zip(gradients, dtypes, strict=True))
 
 
-def _fake_rows(upstream, entropy_upstream, unit, kept, *arguments):
+def _fake_rows(upstream, entropy_upstream, unscaled, kept, *arguments):
     call = HeadCall.of(arguments)
     return empty_gradients(call, call.memory.needs, kept)
 
 
-def _fake_rows_in_place(upstream, entropy_upstream, unit, kept, main_grad, *arguments):
-    call, finished = HeadCall.of(arguments[:-1]), arguments[-1]
-    given = WEIGHT * (main_grad is not None) | HIDDEN * (finished and unit is not None)
+def _fake_rows_in_place(upstream, entropy_upstream, unscaled, kept, main_grad, *arguments):
+    *arguments, in_place = arguments
+    call = HeadCall.of(arguments)
+    given = WEIGHT * (main_grad is not None) | HIDDEN * (in_place and unscaled is not None)
     return empty_gradients(call, call.memory.needs & ~given, kept)
 
 
@@ -139,20 +140,20 @@ _rows_backward_in_place = raw("linear_cross_entropy_rows_bwd_", _fake_rows_in_pl
 # Losses of rows.
 
 
-def keep(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
+def with_kept_rows(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
     """The call with the rows that its forward keeps; `entropy`: entropies may need a gradient."""
     needs = call.memory.needs
     if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
         return call
     logits = entropy and not only_hidden(needs) and not call.formula.wide_logits
-    needs |= LOGITS if logits else UNIT * (needs & HIDDEN != 0)
+    needs |= LOGITS if logits else UNSCALED * (needs & HIDDEN != 0)
     needs |= MAIN_GRAD * (main_grad is not None)
     hidden, weight, *_ = call.operands
     most = rows_within(keep_mb, weight.shape[0], hidden.element_size())
-    return call.with_memory(needs, most)
+    return call.with_memory(needs=needs, keep_rows=most)
 
 
-def saved(call: HeadCall, unit, kept, recomputed=False) -> tuple:
+def tensors_to_save(call: HeadCall, unscaled, kept, recomputed=False) -> tuple:
     """Return the tensors to save; `recomputed`: a gradient of entropies may need the logits again.
 
     If all rows are kept, or only hidden needs a gradient, weight is not saved, so that a gathered copy of it
@@ -160,45 +161,45 @@ def saved(call: HeadCall, unit, kept, recomputed=False) -> tuple:
     """
     operands = call.operands
     hidden, weight = operands.hidden, operands.weight
-    formed, some = unit.shape == hidden.shape, kept.dim() == 2
-    alone = formed and only_hidden(call.memory.needs)
+    computed, some = unscaled.shape == hidden.shape, kept.dim() == 2
+    alone = computed and only_hidden(call.memory.needs)
     if not recomputed and (alone or (some and kept.shape[0] >= call.rows())):
         operands = operands._replace(
-            hidden=unit if alone else hidden,
+            hidden=unscaled if alone else hidden,
             weight=weight.new_empty(weight.shape[0], 0),
             bias=None,
             class_weight=None,
         )
-    return unit if formed else None, kept if some else None, *operands
+    return unscaled if computed else None, kept if some else None, *operands
 
 
 def rows_gradients(tensors, upstream, call: HeadCall, entropy_upstream=None, *, eager=False, main_grad=None):
-    """The gradients from the tensors of :func:`saved`; that of weight is None if it was added to main_grad.
+    """The gradients from the tensors of :func:`tensors_to_save`; None for weight's if main_grad has it.
 
-    An eager backward that frees its graph scales the rows of ``unit`` in place, and overwrites kept logits
-    with their gradients.
+    An eager backward that frees its graph scales the rows of ``unscaled`` in place, and overwrites kept
+    logits with their gradients.
     """
-    unit, kept, *operands = tensors
+    unscaled, kept, *operands = tensors
     needs = call.memory.needs
     if entropy_upstream is not None and not needs & LOGITS:
-        unit = kept = None
+        unscaled = kept = None
     if needs & HIDDEN == 0:
-        unit = None
-    finished = eager and (unit is not None or needs & LOGITS != 0) and not graph_is_kept()
-    more = (*operands, *call.formula, *call.memory)
-    if main_grad is None and not finished:
-        return _rows_backward(upstream, entropy_upstream, unit, kept, *more)
+        unscaled = None
+    in_place = eager and (unscaled is not None or needs & LOGITS != 0) and not graph_is_kept()
+    shared = (*operands, *call.formula, *call.memory)
+    if main_grad is None and not in_place:
+        return _rows_backward(upstream, entropy_upstream, unscaled, kept, *shared)
     dhidden, dweight, *others = _rows_backward_in_place(
-        upstream, entropy_upstream, unit, kept, main_grad, *more, finished
+        upstream, entropy_upstream, unscaled, kept, main_grad, *shared, in_place
     )
     return (
-        unit if finished and unit is not None else dhidden,
+        unscaled if in_place and unscaled is not None else dhidden,
         None if main_grad is not None else dweight,
         *others,
     )
 
 
-def wanted(needs_input_grad) -> int:
+def needs_of(needs_input_grad) -> int:
     """Make `needs` of the flags of an operator's arguments."""
     return sum(bit for name, bit in NEEDS.items() if needs_input_grad[PLACES[name]])
 
@@ -233,7 +234,7 @@ class HeadLoss:
         rows_gradients: of losses of rows ``(saved, upstream, call, eager=, main_grad=)``: the gradients of
             NEEDS, computing the logits again if they were not kept.
         saved: ``(call, output)``: the tensors that it takes; by default the operands.
-        numbers: ``(call)``: the other arguments that it takes, from ``call.more``.
+        numbers: ``(call)``: the other arguments that it takes, from ``call.own``.
     """
 
     def __init__(
@@ -245,10 +246,10 @@ class HeadLoss:
         numbers=lambda call: (),
     ):
         self.name, self.rows_gradients, self.saved, self.numbers = name, rows_gradients, saved, numbers
-        self.arguments, self.more = len(native(name)._schema.arguments), more_of(name)
+        self.arguments, self.own = len(native(name)._schema.arguments), own_arguments(name)
         self.op = Op(
             name,
-            fake=lambda *inputs: fake(HeadCall.of(inputs, self.more)),
+            fake=lambda *inputs: fake(HeadCall.of(inputs, self.own)),
             setup_context=self._setup_context,
             backward=self._backward,
             transformed=(self._setup_transformed, self._backward_transformed),
@@ -264,18 +265,17 @@ class HeadLoss:
         if torch.compiler.is_compiling():
             output = self.op.registered(*call.flat())
         elif torch._C._are_functorch_transforms_active():
-            output = self.op.transformed(*call.with_memory(0, 0).flat())
+            output = self.op.transformed(*call.with_memory(needs=0, keep_rows=0).flat())
         elif call.memory.needs & ~MAY_ROUND == 0:
             output = self.op.forward(*call.flat())
         else:
-            others = []
-            return _apply(self, call, scalar, main_grad, others, *parameters), *others
+            return _apply(self, call, scalar, main_grad, *parameters)
         return output[0], *output[RESULTS:]
 
     # The registered operator.
 
     def _setup_context(self, ctx, inputs, output):
-        call = HeadCall.of(inputs, self.more)
+        call = HeadCall.of(inputs, self.own)
         operands = call.operands
         ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
         ctx.scalar, ctx.call = output[0].dim() == 0, call.without_tensors(self.numbers(call))
@@ -287,7 +287,7 @@ class HeadLoss:
         if dloss is None:
             return (None,) * self.arguments
         if ctx.scalar:
-            gradients = finished(dloss, ctx.saved_tensors, *ctx.dtypes[1:3])
+            gradients = scale_gradients(dloss, ctx.saved_tensors, *ctx.dtypes[1:3])
         else:
             gradients = self.rows_gradients(ctx.saved_tensors, dloss, ctx.call)
         return by_argument(gradients, ctx.call.memory.needs, ctx.dtypes, self.arguments)
@@ -297,29 +297,29 @@ class HeadLoss:
 
     def _setup_transformed(self, ctx, inputs, output):
         self._setup_context(ctx, inputs, output)
-        call = HeadCall.of(inputs, self.more)
-        ctx.target_shape = call.operands.target.shape
+        call = HeadCall.of(inputs, self.own)
+        ctx.rows_shape = call.operands.target.shape
         ctx.save_for_backward(output[1], *self.saved(call, output))
 
     def _backward_transformed(self, ctx, dloss, *_):
         if dloss is None:
             return (None,) * self.arguments
         scale, *tensors = ctx.saved_tensors
-        needs = wanted(ctx.needs_input_grad)
-        upstream = _row_upstream(dloss, scale, ctx.target_shape) if ctx.scalar else dloss
-        gradients = self.rows_gradients(tensors, upstream, ctx.call.with_memory(needs, 0))
+        needs = needs_of(ctx.needs_input_grad)
+        upstream = _row_upstream(dloss, scale, ctx.rows_shape) if ctx.scalar else dloss
+        gradients = self.rows_gradients(tensors, upstream, ctx.call.with_memory(needs=needs, keep_rows=0))
         return by_argument(gradients, needs, ctx.dtypes, self.arguments)
 
 
-def finished(dloss, tensors, *dtypes):
+def scale_gradients(dloss, tensors, *dtypes):
     """Multiply the gradients of a scalar loss by its upstream gradient; in place if the backward runs once.
 
     Args:
         tensors: the reduction's factor, and gradients as the forward computed them.
         dtypes: of weight's and bias' gradients.
     """
-    chosen = finish_in_place if may_overwrite_saved(tensors) else finish
-    return chosen(dloss, *tensors, *map(finishable, dtypes))
+    run = finish_in_place if may_overwrite_saved(tensors) else finish
+    return run(dloss, *tensors, *map(finishable, dtypes))
 
 
 def finishable(dtype: torch.dtype) -> torch.dtype:
@@ -329,33 +329,34 @@ def finishable(dtype: torch.dtype) -> torch.dtype:
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss, call, scalar, main_grad, others, hidden, weight, bias, lora_a, lora_b):
+    def forward(ctx, loss, call, scalar, main_grad, hidden, weight, bias, lora_a, lora_b):
         late = scalar and main_grad is not None  # the backward computes all gradients, times the upstream
-        output = loss.op.forward(*(call.with_memory(0, 0) if late else call).flat())
+        output = loss.op.forward(*(call.with_memory(needs=0, keep_rows=0) if late else call).flat())
         ctx.loss, ctx.main_grad, ctx.scalar = loss, main_grad, scalar
         ctx.table = weight if tied.is_table(weight) else None
         ctx.needs, ctx.dtypes = call.memory.needs, dtypes_of(hidden, weight, bias)
-        ctx.target_shape = call.operands.target.shape
         if scalar and not late:
             ctx.save_for_backward(*output[1:RESULTS])
         else:
-            ctx.call = call.without_tensors(loss.numbers(call))
+            ctx.call, ctx.rows_shape = call.without_tensors(loss.numbers(call)), call.operands.target.shape
             tensors = loss.saved(call, output)
             ctx.save_for_backward(*((output[1], *tensors) if late else tensors))
-        others += output[RESULTS:]
-        return output[0]
+        others = output[RESULTS:]
+        ctx.mark_non_differentiable(*others)
+        ctx.set_materialize_grads(False)
+        return output[0], *others
 
     @staticmethod
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, *_):
         loss, needs, tensors = ctx.loss, ctx.needs, ctx.saved_tensors
         if torch.is_grad_enabled():
             refuse_second(loss.name)
         if ctx.scalar and ctx.main_grad is None:
-            gradients = finished(dloss, tensors, *ctx.dtypes[1:3])
+            gradients = scale_gradients(dloss, tensors, *ctx.dtypes[1:3])
         else:
             if ctx.scalar:
                 scale, *tensors = tensors
-                dloss = _row_upstream(dloss, scale, ctx.target_shape)
+                dloss = _row_upstream(dloss, scale, ctx.rows_shape)
             gradients = loss.rows_gradients(tensors, dloss, ctx.call, eager=True, main_grad=ctx.main_grad)
         asked = [
             None if g is None or not needs & bit else g if g.dtype == dtype else g.to(dtype)
@@ -363,7 +364,7 @@ class _Eager(torch.autograd.Function):
         ]
         if ctx.table is not None:
             tied.returned(ctx.table, asked[1])
-        return None, None, None, None, None, *asked
+        return None, None, None, None, *asked
 
 
 _apply = direct_apply(_Eager)
@@ -387,12 +388,12 @@ def teacher_head_loss(name: str, fake) -> HeadLoss:
 
     def rows_gradients(saved, upstream, call, **ignored):
         operands, teacher = saved[: len(Operands._fields)], saved[len(Operands._fields) :]
-        return rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
+        return rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.own)
 
     return HeadLoss(
         name,
         fake,
         rows_gradients,
-        lambda call, output: (*call.operands, *(getattr(call.more, key) for key in tensors)),
-        lambda call: tuple(getattr(call.more, key) for key in numbers),
+        lambda call, output: (*call.operands, *(getattr(call.own, key) for key in tensors)),
+        lambda call: tuple(getattr(call.own, key) for key in numbers),
     )

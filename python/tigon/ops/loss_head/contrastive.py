@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -75,12 +75,12 @@ def _backward(ctx, *upstream):
     if given:
         *inputs, row_lse, col_lse = ctx.saved_tensors
         tensors = dict(zip(_TENSORS, inputs, strict=True))
-        q, unit = tensors["q"], None
+        q, power_of_two = tensors["q"], None
         if q.dtype == torch.float16:  # a mean's or a scaled loss's gradients may leave its range
             most = [g.abs().amax() for g in given if g.numel()]
-            unit = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
-            unit = torch.ldexp(torch.ones_like(unit), torch.frexp(unit).exponent)  # exact in float16
-            upstream = [None if g is None else g / unit for g in upstream]
+            largest = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
+            power_of_two = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+            upstream = [None if g is None else g / power_of_two for g in upstream]
         drow, dcol, dpicked = upstream
         rows = {"row_lse": None if drow is None else row_lse, "drow": drow}
         columns = {"col_lse": None if dcol is None else col_lse, "dcol": dcol}
@@ -89,8 +89,8 @@ def _backward(ctx, *upstream):
             **tensors, chunk_rows=ctx.chunk_rows, **rows, **columns, dpicked=dpicked, **needs
         )
         dscale = dscale / tensors["scale"] if need_scale else None  # it was of log(scale)
-        if unit is not None:
-            dq, dd, dscale = (None if g is None else g * unit.to(g.dtype) for g in (dq, dd, dscale))
+        if power_of_two is not None:  # exact, as the division
+            dq, dd, dscale = (None if g is None else g * power_of_two.to(g.dtype) for g in (dq, dd, dscale))
     results = (dq if need_q else None, dd if need_d else None, dscale)
     return *results, *(None,) * (len(_op.names) - len(results))
 
@@ -146,13 +146,14 @@ class ContrastiveOptions(NamedTuple):
     weight: torch.Tensor | None
     reduction: str
     chunk_rows: int | None
-    labels: torch.Tensor | None = None  # positives [n, K]
+    margin: float | None
+    relative_margin: bool
+    labels: torch.Tensor | None  # positives [n, K]
+    ids: tuple[torch.Tensor, torch.Tensor] | None
+    guide: tuple[torch.Tensor, torch.Tensor] | None
     diagonal: bool = False  # document i of query i
-    whole: Gather | _Own | None = None  # queries of all processes, documents of this one
-    ids: tuple[torch.Tensor, torch.Tensor] | None = None
-    bound: dict[str, Any] | None = None  # of :func:`limits`
-    limit: torch.Tensor | None = None
-    guide: tuple[torch.Tensor, torch.Tensor] | None = None
+    batch: Gather | SingleProcess | None = None  # queries of all processes, documents of this one
+    limit: torch.Tensor | None = None  # of the guide
 
 
 def _has_cosine(q, temperature, sizes):
@@ -168,16 +169,16 @@ def _has_cosine(q, temperature, sizes):
     )
 
 
-def _cosine_loss(q, d, options: ContrastiveOptions):
+def _cosine_loss(q, d, o: ContrastiveOptions):
     """Compute the loss of cosines; document i belongs to query i."""
-    train, weight = torch.is_grad_enabled(), options.weight
-    form = {"scale": 1.0 / options.temperature, "symmetric": options.symmetric}
-    form["reduction_scale"] = 1.0 / len(q) if options.reduction == "mean" else 1.0
+    train, weight = torch.is_grad_enabled(), o.weight
+    form = {"scale": 1.0 / o.temperature, "symmetric": o.symmetric}
+    form["reduction_scale"] = 1.0 / len(q) if o.reduction == "mean" else 1.0
     form["weight"] = None if weight is None else weight.detach().float()
-    form["wide"] = options.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
+    form["wide"] = o.chunk_rows is not None or len(q) * len(d) > _ONE_CHUNK
     needs = {"need_gd": train and q.requires_grad, "need_gq": train and d.requires_grad}
     needs |= {"need_loss": True, "need_factor": True}
-    loss, *_ = _cosine.named(q=q, d=d, **form, chunk_rows=options.chunk_rows or 0, **needs)
+    loss, *_ = _cosine.named(q=q, d=d, **form, chunk_rows=o.chunk_rows or 0, **needs)
     return loss.view(())
 
 
@@ -334,7 +335,7 @@ def contrastive_loss(
     q, d = autocast(q), autocast(d)
     check(OP, d.dtype == q.dtype, "d must be {}, got {}", q.dtype, d.dtype)
     n, m, size = q.shape[0], d.shape[0], q.shape[1]
-    labels = _checked_labels(labels, q, d)
+    labels = _check_labels(labels, q, n, m)
     if weight is not None:
         arguments.check_float(OP, "weight", weight)
         _check_beside(q, weight=weight)
@@ -349,39 +350,25 @@ def contrastive_loss(
     if margin is not None:
         arguments.check_numbers(OP, margin=margin)
     arguments.check_integers(OP, least=1, or_none=True, chunk_rows=chunk_rows)
-    sizes = _checked_sizes(sizes, size_weights, size)
-    options = ContrastiveOptions(temperature, symmetric, normalize, weight, reduction, chunk_rows)
+    sizes = _check_sizes(sizes, size_weights, size)
+    options = {"temperature": temperature, "symmetric": symmetric, "normalize": normalize, "weight": weight}
+    options |= {"reduction": reduction, "chunk_rows": chunk_rows, "labels": labels, "ids": ids}
+    o = ContrastiveOptions(**options, margin=margin, relative_margin=relative_margin, guide=guide)
     plain = normalize and reduction != "none" and all(x is None for x in (labels, ids, margin, guide, group))
     loss_of_size = _cosine_loss
     if not (plain and _has_cosine(q, temperature, sizes)):
         loss_of_size = _loss
-        positives = torch.arange(n, device=q.device)[:, None] if labels is None else labels
-        if group is None:
-            whole = _Own()
-        else:
-            told = {"positives": positives.shape[1], "labels": labels is not None, "temperature": temperature}
-            told |= {"symmetric": symmetric, "normalize": normalize, "reduction": reduction, "margin": margin}
-            told |= {"relative_margin": relative_margin, "ids": ids is not None, "guide": guide is not None}
-            told |= {"sizes": sizes, "size_weights": size_weights and [float(w) for w in size_weights]}
-            whole = Gather(OP, group, q, (q, d, temperature), told)
-        bound = None if margin is None else {"margin": margin, "relative": relative_margin}
-        limit = None
-        if ids is not None:
-            ids = whole.rows(ids[0]), ids[1]
-        if guide is not None:  # its similarities decide which pairs count, for every size
-            limit = whole.rows(limits(*guide, positives, length=guide[0].shape[1], **bound))
-            guide = whole.rows(guide[0]), guide[1]
-        options = options._replace(labels=positives, diagonal=labels is None, whole=whole)
-        options = options._replace(ids=ids, bound=bound, limit=limit, guide=guide)
-    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s])), options) for s in sizes]
+        if labels is None:
+            o = o._replace(labels=torch.arange(n, device=q.device)[:, None], diagonal=True)
+        o = _gathered(q, d, o, sizes, size_weights, group)
+    losses = [loss_of_size(*((q, d) if s == size else (q[:, :s], d[:, :s])), o) for s in sizes]
     if size_weights is not None:
         losses = [loss * w for loss, w in zip(losses, size_weights, strict=True)]
     return sum(losses[1:], losses[0])
 
 
-def _checked_labels(labels, q, d):
-    """The positives int64 [n, K], or None: document i is that of query i."""
-    n, m = q.shape[0], d.shape[0]
+def _check_labels(labels, q, n, m):
+    """The positives of n queries among m documents, int64 ``[n, K]``."""
     if labels is None:
         check(OP, m >= n, "d must have at least q's {} rows without labels, got {}", n, m)
         return None
@@ -394,8 +381,8 @@ def _checked_labels(labels, q, d):
     return labels
 
 
-def _checked_sizes(sizes, size_weights, size) -> list[int]:
-    """The numbers of columns whose losses are summed."""
+def _check_sizes(sizes, size_weights, size) -> list[int]:
+    """The Matryoshka sizes of embeddings of `size` columns."""
     for name, given in (("sizes", sizes), ("size_weights", size_weights)):
         fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
         check(OP, fits, name + " must be a tuple of numbers (or None), got {}", arguments.kind_of(given))
@@ -410,6 +397,26 @@ def _checked_sizes(sizes, size_weights, size) -> list[int]:
         for w in size_weights:
             arguments.check_numbers(OP, size_weights=w)
     return sizes
+
+
+def _gathered(q, d, o: ContrastiveOptions, sizes, size_weights, group) -> ContrastiveOptions:
+    """The options with the batch of the group, and the ids and the guide of all its queries."""
+    batch = SingleProcess()
+    if group is not None:
+        names = ("temperature", "symmetric", "normalize", "reduction", "margin", "relative_margin")
+        told = {"positives": o.labels.shape[1], "labels": not o.diagonal}
+        told |= {name: getattr(o, name) for name in names}
+        told |= {"ids": o.ids is not None, "guide": o.guide is not None, "sizes": sizes}
+        told["size_weights"] = size_weights and [float(w) for w in size_weights]
+        batch = Gather(OP, group, q, (q, d, o.temperature), told)
+    ids, limit, guide = o.ids, None, o.guide
+    if ids is not None:
+        ids = batch.rows(ids[0]), ids[1]
+    if guide is not None:  # its similarities decide which pairs count, for every size
+        bound = {"length": guide[0].shape[1], "margin": o.margin, "relative": o.relative_margin}
+        limit = batch.rows(limits(*guide, o.labels, **bound))
+        guide = batch.rows(guide[0]), guide[1]
+    return o._replace(batch=batch, ids=ids, limit=limit, guide=guide)
 
 
 def _check_beside(of, /, **tensors):
@@ -431,50 +438,50 @@ def _check_pair(name, pair, q, n, m, check_kind):
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
-def _loss(q, d, options: ContrastiveOptions):
+def _loss(q, d, o: ContrastiveOptions):
     """Compute the loss of embeddings of one size."""
-    n, columns = q.shape[0], q.shape[1] if options.normalize else 1  # a normalized row's length, squared
-    wide, labels, whole = torch.promote_types(q.dtype, torch.float32), options.labels, options.whole
-    if options.normalize:
+    n, columns = q.shape[0], q.shape[1] if o.normalize else 1  # a normalized row's length, squared
+    wide, labels, batch = torch.promote_types(q.dtype, torch.float32), o.labels, o.batch
+    if o.normalize:
         q, d = normalized(q), normalized(d)
-    plain = not options.symmetric and labels.shape[1] == 1 and options.ids is None and options.bound is None
-    if plain and type(whole) is _Own and not isinstance(options.temperature, torch.Tensor) and n:
-        logits = {"logit_scale": 1.0 / columns, "temperature": float(options.temperature)}
-        logits |= {"reduction": options.reduction, "chunk_rows": options.chunk_rows}
-        return linear_cross_entropy(q, d, labels[:, 0], token_weight=options.weight, **logits)
-    if isinstance(options.temperature, torch.Tensor):
-        scale = 1.0 / (options.temperature.to(q.device, wide).reshape(1) * columns)
+    plain = not o.symmetric and labels.shape[1] == 1 and o.ids is None and o.margin is None
+    if plain and type(batch) is SingleProcess and not isinstance(o.temperature, torch.Tensor) and n:
+        logits = {"logit_scale": 1.0 / columns, "temperature": float(o.temperature)}
+        logits |= {"token_weight": o.weight, "reduction": o.reduction, "chunk_rows": o.chunk_rows}
+        return linear_cross_entropy(q, d, labels[:, 0], **logits)
+    if isinstance(o.temperature, torch.Tensor):
+        scale = 1.0 / (o.temperature.to(q.device, wide).reshape(1) * columns)
     else:
-        scale = torch.full((1,), 1.0 / (options.temperature * columns), dtype=torch.float64, device=q.device)
+        scale = torch.full((1,), 1.0 / (o.temperature * columns), dtype=torch.float64, device=q.device)
         scale = scale.to(wide)
-    bounds = {"ids": options.ids, "limit": options.limit, "guide": options.guide}
-    if options.bound is not None and options.guide is None:
-        bounds["limit"] = whole.rows(limits(q, d, labels, length=columns, rounded=True, **options.bound))
-    way = {"columns": options.symmetric, "chunk_rows": options.chunk_rows or 0}
-    positives = whole.labels(labels, IGNORED)
-    row_lse, col_lse, picked = statistics(whole.rows(q), d, scale, positives, **bounds, **way)
-    own, picked = whole.own(whole.log_sum(row_lse)), whole.own(picked)
-    if options.diagonal:
-        if options.symmetric:
+    options = {"ids": o.ids, "limit": o.limit, "guide": o.guide, "chunk_rows": o.chunk_rows or 0}
+    if o.margin is not None and o.guide is None:
+        bound = {"length": columns, "margin": o.margin, "relative": o.relative_margin}
+        options["limit"] = batch.rows(limits(q, d, labels, rounded=True, **bound))
+    positives, rows = batch.labels(labels, IGNORED), batch.rows(q)
+    row_lse, col_lse, picked = statistics(rows, d, scale, positives, columns=o.symmetric, **options)
+    own, picked = batch.own(batch.log_sum(row_lse)), batch.own(picked)
+    if o.diagonal:
+        if o.symmetric:
             own = (own + (col_lse[:n] if n < d.shape[0] else col_lse)) / 2
-        losses, count = own - picked.view(-1), n * whole.size
+        losses, count = own - picked.view(-1), n * batch.size
     else:
         counts, own = (labels >= 0) & (labels < d.shape[0]), own[:, None]
-        if options.symmetric:
+        if o.symmetric:
             own = (own + col_lse[labels.clamp(0, d.shape[0] - 1)]) / 2
         number, wrong = counts.sum(1), (~counts & (labels != IGNORED)).any(1)
         losses = torch.where(counts, own - picked, 0.0).sum(1) / number.clamp_min(1)
         losses = torch.where(wrong, torch.nan, losses)  # not checked on the host
-        count = whole.sum((number > 0).sum().to(wide))
-    if options.weight is not None:
-        losses = losses * options.weight.detach().to(wide)
-    if options.reduction == "none":
+        count = batch.sum((number > 0).sum().to(wide))
+    if o.weight is not None:
+        losses = losses * o.weight.detach().to(wide)
+    if o.reduction == "none":
         return losses.to(wide)
-    total = whole.sum(losses.sum())
-    return (total / count if options.reduction == "mean" else total).to(wide)
+    total = batch.sum(losses.sum())
+    return (total / count if o.reduction == "mean" else total).to(wide)
 
 
-class _Own:
+class SingleProcess:
     """The batch of one process, as :class:`tigon.ops.loss_head.gather.Gather` has those of a group."""
 
     size, rows = 1, staticmethod(lambda x, *ignored: x)

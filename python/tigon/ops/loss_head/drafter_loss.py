@@ -18,7 +18,7 @@ from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import check_shift
-from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.reference import result_type
 
@@ -30,19 +30,23 @@ _IGNORED = -100
 
 
 class Drafter(NamedTuple):
-    """The loss and the teacher, as the caller gave them."""
+    """The loss, as the caller gave it."""
 
     loss: str
     eta: float
     outside: str
     mask_outside: bool
+    reduction: str
+    denominator: float | torch.Tensor | None
+    shifts: Sequence[int]  # of each step
+    step_weights: Sequence[float]
     draft_ids: torch.Tensor | None
 
 
 def _fake(call: HeadCall):
     rows = call.operands.target.shape[0]
     numbers = call.operands.hidden.new_empty((2, rows), dtype=torch.float32)
-    return *empty_loss(call, call.more.reduction != 0), numbers
+    return *empty_loss(call, call.own.reduction != 0), numbers
 
 
 _loss = teacher_head_loss(_OP, _fake)
@@ -110,72 +114,6 @@ def _at(h, shift):
     """The states of ``shift`` positions earlier, which are compared with the teacher's at each position."""
     shift = min(shift, h.shape[-2])
     return F.pad(h[..., : h.shape[-2] - shift, :], (0, 0, shift, 0)) if shift else h
-
-
-def _check_teacher(teacher):
-    """Check the teacher's hidden states and its weight; return them detached."""
-    two = isinstance(teacher, Sequence) and len(teacher) == 2
-    given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
-    check(_OP, two, "teacher must be (hidden, weight), got {}", given)
-    states, weight = teacher
-    arguments.check_float(_OP, "teacher_hidden", states)
-    arguments.check_float(_OP, "teacher_weight", weight)
-    fits = states.dim() >= 2 and weight.dim() == 2 and weight.shape[1:] == states.shape[-1:]
-    words = "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}"
-    check(_OP, fits, words, states.shape, weight.shape)
-    check(_OP, weight.numel() > 0, "teacher_weight must not be empty, got {}", weight.shape)
-    return states.detach(), weight.detach()
-
-
-def _steps_of(hidden, states) -> list[torch.Tensor]:
-    """Check the draft's hidden states, and return those of each step."""
-    lone, lead = isinstance(hidden, torch.Tensor), states.shape[:-1]
-    steps = [hidden] if lone else list(hidden) if isinstance(hidden, Sequence) else []
-    tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
-    words = "hidden must be a tensor, or a tensor for each step, got {}"
-    check(_OP, tensors, words, arguments.kind_of(hidden))
-    for h in steps:
-        arguments.check_float(_OP, "hidden", h)
-    if lone and hidden.dim() == states.dim() + 1:
-        steps = [hidden.select(-2, i) for i in range(hidden.shape[-2])]
-    for h in steps:
-        fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
-        check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
-        same = h.device == steps[0].device
-        check(_OP, same, "hidden must be on {} at every step, got {}", steps[0].device, h.device)
-    return steps
-
-
-def _stacked(hidden, steps, shifts):
-    """The states at the teacher's positions, ``[..., T, H]`` or ``[..., T, S, H]``."""
-    lone = isinstance(hidden, torch.Tensor)
-    if lone and hidden.dim() == steps[0].dim():
-        return _at(hidden, shifts[0])
-    if lone and not any(shifts):
-        return hidden
-    return torch.stack([_at(h, k) for h, k in zip(steps, shifts, strict=True)], -2)
-
-
-def _step_factors(base, shifts, step_weights, token_weight, position_ids, *, dtype, own_mean):
-    """For each step the factors ``[..., T]`` of the losses, and which positions it reaches.
-
-    Args:
-        base: labels of the teacher's positions.
-        own_mean: a step's mean is that of the positions that it reaches.
-    """
-    lead, device = base.shape, base.device
-    position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
-    if position_ids is not None:
-        position = torch.minimum(position, position_ids.reshape(position_ids.shape[-len(lead) :]))
-    position = position.expand(lead)
-    factors, reached = [], [position >= k for k in shifts]
-    for w, k, here in zip(step_weights, shifts, reached, strict=True):
-        f = torch.full(lead, float(w), dtype=torch.float64, device=device).to(dtype)
-        f = torch.where(here, f, 0.0)
-        if k and own_mean:
-            f = f * counts.sum() / (counts & here).sum().clamp(min=1)
-        factors.append(f if token_weight is None else f * token_weight.detach())
-    return factors, reached
 
 
 @arguments.called()
@@ -264,74 +202,48 @@ def drafter_loss(
     Optimization for Speculative Decoding" (arXiv:2602.23881).
     """
     states, teacher_weight = _check_teacher(teacher)
-    steps, lead = _steps_of(hidden, states), states.shape[:-1]
-    arguments.check_float(_OP, "weight", weight)
-    one = isinstance(hidden, torch.Tensor) and hidden.dim() == states.dim()
-    number = len(steps)
+    lead, alone = states.shape[:-1], isinstance(hidden, torch.Tensor) and hidden.dim() == states.dim()
+    draft = _draft_states(hidden, weight, states)
+    number = len(draft)
     shifts = arguments.one_each(_OP, "shifts", shifts, number, "steps", [0] * number)
     step_weights = arguments.one_each(_OP, "step_weights", step_weights, number, "steps", [1.0] * number)
-    for k in shifts:
-        arguments.check_integers(_OP, least=0, shifts=k)
-    arguments.check_numbers(_OP, eta=eta, **{f"step_weights[{i}]": w for i, w in enumerate(step_weights)})
-    check(_OP, eta >= 0, "eta must be >= 0, got {}", eta)
-    arguments.check_choice(_OP, "loss", loss, _KINDS)
-    arguments.check_choice(_OP, "outside", outside, _OUTSIDE)
-    arguments.check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
-    arguments.check_booleans(_OP, mask_outside=mask_outside)
-    _cross_entropy.check_denominator(_OP, denominator)
+    options = {"mask_outside": mask_outside, "reduction": reduction, "denominator": denominator}
+    options |= {"shifts": shifts, "step_weights": step_weights, "draft_ids": draft_ids}
+    d = Drafter(loss, eta, outside, **options)
+    _check_options(d)
     outputs = operands.check_outputs(_OP, outputs, ("loss", "acceptance"))
-    stacked = _stacked(hidden, steps, shifts)
-    device = stacked.device
-    if mask is not None:
-        boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
-        check(_OP, boolean, "mask must be a bool tensor, got {}", arguments.kind_of(mask))
-        arguments.check_layout(_OP, "mask", mask)
-        arguments.check_like(_OP, "mask", mask, lead, device)
-    base = torch.zeros(lead, dtype=torch.int64, device=device)
-    base = base if mask is None else base.masked_fill(~mask, _IGNORED)
-    target = base if one else base.unsqueeze(-1).expand(*lead, number).contiguous()
+    stacked = hidden
+    if any(shifts) or not isinstance(hidden, torch.Tensor):
+        moved = [_at(h, k) for h, k in zip(draft, shifts, strict=True)]
+        stacked = moved[0] if alone else torch.stack(moved, -2)
+    base = _labels(mask, lead, stacked.device)
+    target = base if alone else base.unsqueeze(-1).expand(*lead, number).contiguous()
     operands.check_token_weight(_OP, token_weight, base)
     if token_weight is not None:
-        arguments.check_like(_OP, "token_weight", token_weight, lead, device)
+        arguments.check_like(_OP, "token_weight", token_weight, lead, stacked.device)
     check_shift(_OP, any(shifts), position_ids, base)
     arguments.check_integers(_OP, or_none=True, valid_rows=valid_rows)
     valid_rows = None if valid_rows is None else valid_rows * number
     head = HeadOptions(valid_rows=valid_rows, chunk_rows=chunk_rows, max_peak_mb=max_peak_mb)
     operands.check_head(_OP, stacked, weight, target, head)
-    _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], device)
-    weight, d = operands.plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
-    held = None
-    copied = 0 if stacked is hidden else stacked.numel() * stacked.element_size()
+    _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0], stacked.device)
+    TrainedCalls.count(stacked, weight)
+    weight, copied = operands.plain_weight(_OP, weight), [] if stacked is hidden else [stacked]
+    held = None  # which of the draft's classes the teacher has, if another one may be the most likely
     if not mask_outside and draft_ids is not None:
         held = (draft_ids >= 0) & (draft_ids < len(teacher_weight))
     if outside == "renormalize" and held is not None:  # no other class is needed
         teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
-        copied += teacher_weight.numel() * teacher_weight.element_size()
-        draft_ids = torch.where(held, torch.arange(len(draft_ids), device=device), -1)
-        d = d._replace(draft_ids=draft_ids)
-    factor = reaches = None
-    if any(shifts) or token_weight is not None or any(w != 1.0 for w in step_weights):
-        options = {"dtype": torch.promote_types(stacked.dtype, torch.float32)}
-        options["own_mean"] = reduction == "mean" and denominator is None
-        of_steps = _step_factors(base, shifts, step_weights, token_weight, position_ids, **options)
-        factor, reaches = (x[0] if one else torch.stack(x, -1) for x in of_steps)
-    stacked = operands.autocast(stacked)
-    parts = {"weight": weight, "target": target, "token_weight": token_weight, "draft_ids": draft_ids}
+        copied.append(teacher_weight)
+        d = d._replace(draft_ids=torch.where(held, torch.arange(len(draft_ids), device=stacked.device), -1))
+    extra_bytes = sum(t.numel() * t.element_size() for t in copied)
+    factor, reaches = _factors(stacked, base, token_weight, position_ids, d)
+    stacked, teacher = operands.autocast(stacked), (states, teacher_weight)
+    parts = {"weight": weight, "target": target, "token_weight": token_weight, "draft_ids": d.draft_ids}
     parts |= {"teacher": states, "teacher_weight": teacher_weight}
-    if has_kernel(_OP, hidden=stacked, beside=parts):
-        reduce = {"reduction": reduction, "denominator": denominator}
-        teacher = (states, teacher_weight)
-        losses, overlap, counted = _run(
-            stacked, weight, teacher, base, target, head, factor, d, **reduce, copied=copied
-        )
-    else:
-        operands.check_plain(_OP, 1, target, head)
-        rows, overlap, counted = reference(stacked, weight, (states, teacher_weight), target != _IGNORED, d)
-        losses = rows if factor is None else rows * factor
-        if denominator is not None:
-            losses = _cross_entropy.divide(losses.sum(), denominator)
-        elif reduction != "none":
-            losses = losses.sum() / (base.ne(_IGNORED).sum() if reduction == "mean" else 1)
+    call = stacked, weight, teacher, base, target, head, factor, d
+    native = has_kernel(_OP, hidden=stacked, beside=parts)
+    losses, overlap, counted = _run(*call, extra_bytes) if native else _run_plain(*call)
     if held is not None and not arguments.readable(held):  # without any class there is no loss
         losses = torch.where(held.any(), losses, torch.nan)
     if outputs == ("loss",):
@@ -342,23 +254,124 @@ def drafter_loss(
     return result_type(outputs, "DrafterLoss")(losses, acceptance)
 
 
-def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, *, reduction, denominator, copied):
-    """Run the kernels: the loss, and overlaps and counted rows ``[..., S]``; `copied`: bytes of operands."""
-    copied += sum(t.numel() * hidden.element_size() for t in teacher if t.dtype != hidden.dtype)
+def _check_options(d: Drafter) -> None:
+    for k in d.shifts:
+        arguments.check_integers(_OP, least=0, shifts=k)
+    weights = {f"step_weights[{i}]": w for i, w in enumerate(d.step_weights)}
+    arguments.check_numbers(_OP, eta=d.eta, **weights)
+    check(_OP, d.eta >= 0, "eta must be >= 0, got {}", d.eta)
+    arguments.check_choice(_OP, "loss", d.loss, _KINDS)
+    arguments.check_choice(_OP, "outside", d.outside, _OUTSIDE)
+    arguments.check_choice(_OP, "reduction", d.reduction, _cross_entropy.REDUCTIONS)
+    arguments.check_booleans(_OP, mask_outside=d.mask_outside)
+    _cross_entropy.check_denominator(_OP, d.denominator)
+
+
+def _check_teacher(teacher):
+    """The teacher's hidden states and weight, detached."""
+    two = isinstance(teacher, Sequence) and len(teacher) == 2
+    given = len(teacher) if isinstance(teacher, Sequence) else arguments.kind_of(teacher)
+    check(_OP, two, "teacher must be (hidden, weight), got {}", given)
+    states, weight = teacher
+    arguments.check_float(_OP, "teacher_hidden", states)
+    arguments.check_float(_OP, "teacher_weight", weight)
+    fits = states.dim() >= 2 and weight.dim() == 2 and weight.shape[1:] == states.shape[-1:]
+    words = "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}"
+    check(_OP, fits, words, states.shape, weight.shape)
+    check(_OP, weight.numel() > 0, "teacher_weight must not be empty, got {}", weight.shape)
+    return states.detach(), weight.detach()
+
+
+def _draft_states(hidden, weight, states):
+    """The draft's hidden states of each step, in any of their forms; they fit the teacher's."""
+    given, lead = isinstance(hidden, torch.Tensor), states.shape[:-1]
+    steps = [hidden] if given else list(hidden) if isinstance(hidden, Sequence) else []
+    tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
+    words = "hidden must be a tensor, or a tensor for each step, got {}"
+    check(_OP, tensors, words, arguments.kind_of(hidden))
+    for h in steps:
+        arguments.check_float(_OP, "hidden", h)
+    arguments.check_float(_OP, "weight", weight)
+    if given and hidden.dim() == states.dim() + 1:
+        steps = [hidden.select(-2, i) for i in range(hidden.shape[-2])]
+    for h in steps:
+        fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
+        check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
+        same = h.device == steps[0].device
+        check(_OP, same, "hidden must be on {} at every step, got {}", steps[0].device, h.device)
+    return steps
+
+
+def _labels(mask, lead, device):
+    """Labels of the teacher's positions: 0 at those that count."""
+    base = torch.zeros(lead, dtype=torch.int64, device=device)
+    if mask is None:
+        return base
+    boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+    check(_OP, boolean, "mask must be a bool tensor, got {}", arguments.kind_of(mask))
+    arguments.check_layout(_OP, "mask", mask)
+    arguments.check_like(_OP, "mask", mask, lead, device)
+    return base.masked_fill(~mask, _IGNORED)
+
+
+def _factors(stacked, base, token_weight, position_ids, d: Drafter):
+    """The factor of each row's loss and whether its step reaches it, ``[..., T]`` or ``[..., T, S]``; or
+    ``(None, None)``."""
+    if not any(d.shifts) and token_weight is None and all(w == 1.0 for w in d.step_weights):
+        return None, None
+    wide, device = torch.promote_types(stacked.dtype, torch.float32), base.device
+    by_step = d.reduction == "mean" and d.denominator is None
+    position, counts = torch.arange(base.shape[-1], device=device), base.ne(_IGNORED)
+    if position_ids is not None:
+        position = torch.minimum(position, position_ids.reshape(position_ids.shape[-base.dim() :]))
+    position = position.expand(base.shape)
+    factors, reached = [], [position >= k for k in d.shifts]
+    for w, k, here in zip(d.step_weights, d.shifts, reached, strict=True):
+        f = torch.full(base.shape, float(w), dtype=torch.float64, device=device).to(wide)
+        f = torch.where(here, f, 0.0)
+        if k and by_step:  # the mean of each step
+            f = f * counts.sum() / (counts & here).sum().clamp(min=1)
+        factors.append(f if token_weight is None else f * token_weight.detach())
+    alone = stacked.dim() == base.dim() + 1
+    return tuple(x[0] if alone else torch.stack(x, -1) for x in (factors, reached))
+
+
+def _run_plain(hidden, weight, teacher, base, target, head, factor, d: Drafter):
+    """As :func:`_run`, by the reference."""
+    operands.check_plain(_OP, 1, target, head)
+    rows, overlap, counted = reference(hidden, weight, teacher, target != _IGNORED, d)
+    losses = rows if factor is None else rows * factor
+    if d.denominator is not None:
+        losses = _cross_entropy.divide(losses.sum(), d.denominator)
+    elif d.reduction != "none":
+        losses = losses.sum() / (base.ne(_IGNORED).sum() if d.reduction == "mean" else 1)
+    return losses, overlap, counted
+
+
+def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, extra_bytes):
+    """Run the kernels: the loss, and overlaps and counted rows ``[..., S]``; `extra_bytes`: of operands."""
+    extra_bytes += sum(t.numel() * hidden.element_size() for t in teacher if t.dtype != hidden.dtype)
     states, teacher_weight, _ = operands.whole_vectors(*(t.to(hidden.dtype) for t in teacher))
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
-    divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
-    code = _cross_entropy.REDUCTIONS["sum" if denominator is not None else reduction]
     overlap_outside, soft_outside = _OUTSIDE[d.outside]
-    teacher = {"teacher_hidden": states, "teacher_weight": teacher_weight, "draft_id": draft_id}
-    teacher |= {"teacher_target": base.reshape(-1), "mask_outside": d.mask_outside and draft_id is not None}
-    terms = {"kind": _KINDS[d.loss], "eta": float(d.eta), "reduction": code}
-    terms |= {"overlap_outside": overlap_outside, "soft_outside": soft_outside}
-    more = _loss.more(**teacher, **terms, denominator=divisor, host_denominator=host_divisor)
-    call, parameters = operands.prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
+    own = _loss.own(
+        teacher_hidden=states,
+        teacher_weight=teacher_weight,
+        teacher_target=base.reshape(-1),
+        draft_id=draft_id,
+        kind=_KINDS[d.loss],
+        eta=float(d.eta),
+        overlap_outside=overlap_outside,
+        soft_outside=soft_outside,
+        mask_outside=d.mask_outside and draft_id is not None,
+        reduction=_cross_entropy.REDUCTIONS["sum" if d.denominator is not None else d.reduction],
+        **operands.divisors(d.denominator, hidden.device),
+    )
+    call, parameters = operands.native_call(_OP, hidden, weight, target, head, token_weight=factor, own=own)
     sizes = target.numel() // max(base.numel(), 1), *reversed(teacher_weight.shape), draft_id is not None
-    way = {"function": "tigon_drafter_loss_plan", "groups": sizes, "per_row": code == 0, "classes": False}
-    call = operands.within_peak(_OP, call, head, weight, more=copied, **way)
-    losses, numbers = _loss.run(call, parameters, scalar=code != 0)
+    plan_options = {"function": "tigon_drafter_loss_plan", "groups": sizes, "classes": False}
+    plan_options |= {"per_row": own.reduction == 0, "extra_bytes": extra_bytes}
+    call = operands.within_peak(_OP, call, head, weight, **plan_options)
+    losses, numbers = _loss.run(call, parameters, scalar=own.reduction != 0)
     overlap, counted = numbers.view(2, *target.shape)
-    return losses if code else losses.view(target.shape), overlap, counted
+    return losses if own.reduction else losses.view(target.shape), overlap, counted

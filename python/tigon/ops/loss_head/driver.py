@@ -103,6 +103,6 @@ class Gradients:
         gradient[self.written :] = 0.0
         return gradient
 
-    def formed(self) -> tuple:
+    def as_tuple(self) -> tuple:
         """The gradients in the order of the parameters, hidden's first."""
         return self.dhidden, self.dweight, self.dbias, self.dlora_a, self.dlora_b

@@ -17,7 +17,7 @@ from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import called, check_float, check_shape
 from tigon.ops.loss_head import autograd, operands
 from tigon.ops.loss_head.labels import labels_of
-from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import reference, result_type
@@ -30,15 +30,18 @@ OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
 def _fake(call: HeadCall):
-    scalar, hidden, rows = call.more.reduction != 0, call.operands.hidden, call.operands.target.shape
+    scalar, hidden, rows = call.own.reduction != 0, call.operands.hidden, call.operands.target.shape
     loss, scale, dhidden, *others = autograd.empty_loss(call, scalar)
-    unit, kept = (dhidden, hidden.new_empty(0)) if scalar else autograd.empty_kept(call)
-    predicted = hidden.new_empty(rows if call.more.outputs & _PREDICTED else (0,), dtype=torch.int64)
-    return loss, scale, unit, *others, autograd.empty_numbers(call, NUMBERS.values()), predicted, kept
+    dhidden, kept = (dhidden, hidden.new_empty(0)) if scalar else autograd.empty_kept(call)
+    predicted = hidden.new_empty(rows if call.own.outputs & _PREDICTED else (0,), dtype=torch.int64)
+    return loss, scale, dhidden, *others, autograd.empty_numbers(call, NUMBERS.values()), predicted, kept
 
 
 _loss = autograd.HeadLoss(
-    _OP, _fake, autograd.rows_gradients, lambda call, output: autograd.saved(call, output[2], output[-1])
+    _OP,
+    _fake,
+    autograd.rows_gradients,
+    lambda call, output: autograd.tensors_to_save(call, unscaled=output[2], kept=output[-1]),
 )
 
 
@@ -148,11 +151,11 @@ def linear_cross_entropy(
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     target = labels_of(target, ignore_index)
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     labels = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
-    labels["valid_rows"] = valid_rows
-    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
+    limits = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
     head = HeadOptions(
-        bias, softcap, logit_scale, temperature, lora, **labels, **caps, logit_dtype=logit_dtype
+        **logits, **labels, **limits, lora=lora, valid_rows=valid_rows, logit_dtype=logit_dtype
     )
     operands.check_head(_OP, hidden, weight, target, head)
     if outputs is not None:
@@ -165,6 +168,7 @@ def linear_cross_entropy(
     operands.check_token_weight(_OP, token_weight, target)
     _cross_entropy.check_loss(_OP, label_smoothing, z_loss, reduction, denominator)
     check_keep(_OP, keep_mb)
+    TrainedCalls.count(hidden, weight)
     formula = {"class_weight": class_weight, "token_weight": token_weight}
     formula |= {"label_smoothing": label_smoothing, "z_loss": z_loss}
     hidden = operands.autocast(hidden)
@@ -178,14 +182,14 @@ def linear_cross_entropy(
         )
     main_grad = operands.main_grad_of(_OP, weight)
     reduction = reduction if denominator is None else "sum"
-    divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
-    scalar, code = reduction != "none", _cross_entropy.REDUCTIONS[reduction]
-    more = _loss.more(divisor, host_divisor, reduction=code, outputs=_bits(outputs))
-    call, parameters = operands.prepare(
-        _OP, hidden, weight, target, head, **formula, main_grad=main_grad, more=more
+    code, scalar = _cross_entropy.REDUCTIONS[reduction], reduction != "none"
+    divisors = operands.divisors(denominator, hidden.device)
+    own = _loss.own(**divisors, reduction=code, outputs=_bits(outputs))
+    call, parameters = operands.native_call(
+        _OP, hidden, weight, target, head, **formula, main_grad=main_grad, own=own
     )
     if not scalar:
-        call = autograd.keep(call, keep_mb, main_grad)
+        call = autograd.with_kept_rows(call, keep_mb, main_grad)
     call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=not scalar)
     loss, numbers, predicted, _ = _loss.run(call, parameters, main_grad, scalar)
     loss = loss if scalar else loss.view(target.shape)

@@ -22,7 +22,7 @@ from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.autograd import empty_loss, empty_numbers, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
-from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_unbounded
 from tigon.ops.loss_head.reference import plain_logits, result_type
@@ -71,7 +71,7 @@ class Divergence(NamedTuple):
 
 
 def _fake(call: HeadCall):
-    return *empty_loss(call, call.more.reduction != 0), empty_numbers(call, NUMBERS.values())
+    return *empty_loss(call, call.own.reduction != 0), empty_numbers(call, NUMBERS.values())
 
 
 _loss = teacher_head_loss(_OP, _fake)
@@ -152,7 +152,7 @@ def _check_teacher(op, teacher, hidden, classes) -> _Teacher:
     return _Teacher(states.detach(), weight.detach(), None if bias is None else bias.detach())
 
 
-def prepared(op, lead, device, labels, head: HeadOptions, d: Divergence):
+def check_options(op, lead, device, labels, head: HeadOptions, d: Divergence):
     """Check the options; the labels [*lead], head and d. Without labels every row counts."""
     arguments.check_integers(op, ignore_index=head.ignore_index)
     has_labels = labels is not None
@@ -186,9 +186,10 @@ def prepared(op, lead, device, labels, head: HeadOptions, d: Divergence):
 def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
     """Check the arguments, then run the kernel or the reference."""
     arguments.check_float(op, "hidden", hidden)
-    labels, head, d = prepared(op, hidden.shape[:-1], hidden.device, labels, head, d)
+    labels, head, d = check_options(op, hidden.shape[:-1], hidden.device, labels, head, d)
     operands.check_head(op, hidden, weight, labels, head)
     operands.check_token_weight(op, d.token_weight, labels)
+    TrainedCalls.count(hidden, weight)
     if top_k.is_top_k(d.teacher):
         hidden = operands.autocast(hidden)
         log_prob = functools.partial(linear_log_prob, hidden, weight)
@@ -211,7 +212,6 @@ def _run(op, hidden, weight, labels, head: HeadOptions, d: Divergence):
 def _run_kernel(op, hidden, weight, teacher: _Teacher, labels, head: HeadOptions, d: Divergence, classes):
     """Run the kernel on checked arguments; `classes`: those that both sides have."""
     states, teacher_weight, teacher_bias = teacher
-    lead = labels.shape
     if states.dtype not in KERNEL_DTYPES:
         states = states.float()
     if teacher_weight is not None:
@@ -219,26 +219,34 @@ def _run_kernel(op, hidden, weight, teacher: _Teacher, labels, head: HeadOptions
         teacher_bias = None if teacher_bias is None else teacher_bias.float()
     if head.bias is not None:
         head = head._replace(bias=head.bias.float())
-    divisor, host_divisor = _cross_entropy.split_denominator(d.denominator, hidden.device)
-    reduction, soft, hard = "sum" if d.denominator is not None else d.reduction, d.soft, d.hard
-    if reduction == "mean":
-        soft, hard = soft / classes, hard / classes
-    code = _cross_entropy.REDUCTIONS[_REDUCTIONS[reduction]]
-    bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
     sides = {"teacher": states, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias}
-    sides |= {"teacher_softcap": d.teacher_softcap or 0.0, "teacher_logit_scale": d.teacher_logit_scale}
-    terms = {"kind": _KINDS[d.kind], "beta": d.beta, "soft_weight": soft, "hard_weight": hard}
-    divisors = {"denominator": divisor, "host_denominator": host_divisor}
-    more = _loss.more(**sides, **terms, **divisors, reduction=code, outputs=bits)
-    options = {"token_weight": d.token_weight, "more": more}
-    call, parameters = operands.prepare(op, hidden, weight, labels, head, **options)
-    size = states.shape[-1] if teacher_weight is not None else 0
-    way = {"function": "tigon_linear_divergence_plan", "groups": (size,), "per_row": code == 0}
-    call = operands.within_peak(op, call, head, weight, classes=False, **way)
-    loss, numbers = _loss.run(call, parameters, scalar=code != 0)
+    own = _loss.own(**sides, **_own_numbers(d, classes), **operands.divisors(d.denominator, hidden.device))
+    call, parameters = operands.native_call(
+        op, hidden, weight, labels, head, token_weight=d.token_weight, own=own
+    )
+    size = 0 if teacher_weight is None else states.shape[-1]
+    plan_options = {"function": "tigon_linear_divergence_plan", "groups": (size,), "classes": False}
+    call = operands.within_peak(op, call, head, weight, per_row=own.reduction == 0, **plan_options)
+    loss, numbers = _loss.run(call, parameters, scalar=own.reduction != 0)
     names = [name for name in NUMBERS if name in d.outputs]
-    results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
-    return d.results(loss if code else loss.view(lead), results)
+    results = {name: numbers[i].view(labels.shape) for i, name in enumerate(names)}
+    return d.results(loss if own.reduction else loss.view(labels.shape), results)
+
+
+def _own_numbers(d: Divergence, classes) -> dict[str, Any]:
+    """The numbers that the operator takes of a divergence over so many classes."""
+    reduction = "sum" if d.denominator is not None else d.reduction
+    divided = classes if reduction == "mean" else 1
+    return {
+        "kind": _KINDS[d.kind],
+        "beta": d.beta,
+        "soft_weight": d.soft / divided,
+        "hard_weight": d.hard / divided,
+        "teacher_softcap": d.teacher_softcap or 0.0,
+        "teacher_logit_scale": d.teacher_logit_scale,
+        "reduction": _cross_entropy.REDUCTIONS[_REDUCTIONS[reduction]],
+        "outputs": sum(bit for name, bit in NUMBERS.items() if name in d.outputs),
+    }
 
 
 @arguments.called(_WORDS)
@@ -321,13 +329,13 @@ def linear_kl_div(
     """
     arguments.check_booleans("linear_kl_div", reverse=reverse)
     kind = "reverse_kl" if reverse else "forward_kl"
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     rows = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
-    caps = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **rows, **caps)
-    terms = {"soft": soft, "hard": hard, "token_weight": token_weight, "outputs": outputs}
-    terms |= {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
-    terms |= {"reduction": reduction, "denominator": denominator}
-    loss = Divergence(teacher, kind, **terms)
+    limits = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **rows, **limits, lora=lora)
+    sums = {"soft": soft, "hard": hard, "token_weight": token_weight, "denominator": denominator}
+    side = {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
+    loss = Divergence(teacher, kind, **sums, **side, reduction=reduction, outputs=outputs)
     return _run("linear_kl_div", hidden, weight, labels, head, loss)
 
 
@@ -371,13 +379,13 @@ def linear_jsd(
     "On-Policy Distillation of Language Models" (arXiv:2306.13649).
     """
     kind = _divergence.jsd_kind("linear_jsd", beta)
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     rows = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
-    caps = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **rows, **caps)
-    terms = {"soft": soft, "hard": hard, "token_weight": token_weight, "outputs": outputs}
-    terms |= {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
-    terms |= {"reduction": reduction, "denominator": denominator}
-    loss = Divergence(teacher, kind, beta, **terms)
+    limits = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **rows, **limits, lora=lora)
+    sums = {"soft": soft, "hard": hard, "token_weight": token_weight, "denominator": denominator}
+    side = {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
+    loss = Divergence(teacher, kind, beta, **sums, **side, reduction=reduction, outputs=outputs)
     return _run("linear_jsd", hidden, weight, labels, head, loss)
 
 
@@ -413,11 +421,11 @@ def linear_tvd(
     The derivative of ``|T - S|`` is 0 if ``T = S``. Arguments, results and errors are those of
     :func:`tigon.linear_kl_div`.
     """
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     rows = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
-    caps = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **rows, **caps)
-    terms = {"soft": soft, "hard": hard, "token_weight": token_weight, "outputs": outputs}
-    terms |= {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
-    terms |= {"reduction": reduction, "denominator": denominator}
-    loss = Divergence(teacher, "tvd", **terms)
+    limits = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **rows, **limits, lora=lora)
+    sums = {"soft": soft, "hard": hard, "token_weight": token_weight, "denominator": denominator}
+    side = {"teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale}
+    loss = Divergence(teacher, "tvd", **sums, **side, reduction=reduction, outputs=outputs)
     return _run("linear_tvd", hidden, weight, labels, head, loss)

@@ -14,7 +14,7 @@ from tigon.ops.arguments import called, check_booleans, check_float, check_indic
 from tigon.ops.loss_head import autograd, operands
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
-from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import plain_logits
@@ -26,7 +26,7 @@ def reference(hidden, weight, target, *, entropy=False, **options):
     """Compute the same formula with PyTorch operations and full logits (any float dtype, any device)."""
     head = HeadOptions.of(options)
     log_p = torch.log_softmax(plain_logits(hidden, weight, head), -1)
-    labels = target if several(hidden, target) else target.unsqueeze(-1)
+    labels = target if has_several_labels(hidden, target) else target.unsqueeze(-1)
     counts = labels != head.ignore_index
     picked = torch.where(counts, log_p.gather(-1, torch.where(counts, labels, 0).long()), 0.0)
     picked = picked.view(target.shape)
@@ -36,7 +36,7 @@ def reference(hidden, weight, target, *, entropy=False, **options):
     return picked, torch.where(counts.any(-1), -terms.sum(-1), 0.0)
 
 
-def several(hidden, target) -> bool:
+def has_several_labels(hidden, target) -> bool:
     """Whether target has K labels for each row."""
     tensors = isinstance(hidden, torch.Tensor) and isinstance(target, torch.Tensor)
     return tensors and target.dim() == hidden.dim()
@@ -47,47 +47,42 @@ def _counting_rows(target, ignore_index):
     return (target != ignore_index).any(-1).long() - 1
 
 
+_own = operands.own_arguments(_OP)
+
+
 def _fake(*arguments):
-    call = HeadCall.of(arguments)
-    (entropy,), hidden, target = call.more, call.operands.hidden, call.operands.target
+    call = HeadCall.of(arguments, _own)
+    entropy, hidden, target = call.own.entropy, call.operands.hidden, call.operands.target
     shapes = target.shape, target.shape[:1] if entropy else (0,)
     statistics = (hidden.new_empty(shape, dtype=torch.float32) for shape in shapes)
     return *statistics, *autograd.empty_kept(call)
 
 
 def _setup_context(ctx, inputs, output):
-    call = HeadCall.of(inputs)
-    (entropy,), of = call.more, call.operands
-    _, entropies, unit, kept = output
-    ctx.target_shape = of.target.shape
+    call, (_, entropies, unscaled, kept) = HeadCall.of(inputs, _own), output
+    entropy, of = call.own.entropy, call.operands
     ctx.call, ctx.arguments, ctx.main_grad = call.without_tensors(), len(inputs), None
-    ctx.save_for_backward(*autograd.saved(call, unit, kept, entropy))
+    ctx.save_for_backward(*autograd.tensors_to_save(call, unscaled, kept, entropy))
     ctx.dtypes = autograd.dtypes_of(of.hidden, of.weight, of.bias)
+    ctx.rows_shape = of.target.shape
     if not entropy:
-        ctx.mark_non_differentiable(entropies, unit, kept)
+        ctx.mark_non_differentiable(entropies, unscaled, kept)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dlog_prob, dentropy, *_):
     if dlog_prob is None and dentropy is None:
         return (None,) * ctx.arguments
-    tensors = ctx.saved_tensors  # read once: a checkpoint returns them only once
-    if dlog_prob is None:
-        upstream = dentropy.new_zeros(ctx.target_shape)
-    else:
-        upstream = -dlog_prob  # the loss is -log_prob
+    # The loss is -log_prob.
+    upstream = dentropy.new_zeros(ctx.rows_shape) if dlog_prob is None else -dlog_prob
     needs = ctx.call.memory.needs & (operands.LOGITS | operands.BY_CLASSES)
-    needs |= autograd.wanted(ctx.needs_input_grad)
+    needs |= autograd.needs_of(ctx.needs_input_grad)
     if not torch.compiler.is_compiling():
         needs |= operands.MAY_ROUND
-    eager = isinstance(ctx, _op.node)
+    call, eager = ctx.call.with_memory(needs=needs, keep_rows=0), isinstance(ctx, _op.node)
+    main_grad = ctx.main_grad if eager else None
     gradients = autograd.rows_gradients(
-        tensors,
-        upstream,
-        ctx.call.with_memory(needs, 0),
-        dentropy,
-        eager=eager,
-        main_grad=ctx.main_grad if eager else None,
+        ctx.saved_tensors, upstream, call, dentropy, eager=eager, main_grad=main_grad
     )
     return autograd.by_argument(gradients, needs, ctx.dtypes, ctx.arguments)
 
@@ -167,12 +162,12 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     labels = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
-    labels["valid_rows"] = valid_rows
-    caps = {"chunk_rows": chunk_rows, "logit_dtype": logit_dtype, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
+    limits = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **labels, **limits, lora=lora, logit_dtype=logit_dtype)
     target = labels_of(target, ignore_index)
-    many = several(hidden, target)
+    many = has_several_labels(hidden, target)
     if many:
         check_float(_OP, "hidden", hidden)
         check_indices(_OP, "target", target)
@@ -182,49 +177,63 @@ def linear_log_prob(
     check_keep(_OP, keep_mb)
     check_match(_OP, match, head)
     check_booleans(_OP, entropy=entropy)
+    TrainedCalls.count(hidden, weight)
     hidden = operands.autocast(hidden)
-    wide = operands.wide_logits(_OP, head.logit_dtype, hidden)
+    operands.wide_logits(_OP, logit_dtype, hidden)
     if many:
-        if head.shift:
-            moved = target.movedim(-1, 0)
-            target = shifted(moved, ignore_index, head.shift, head.position_ids).movedim(0, -1)
+        if shift:
+            target = shifted(target.movedim(-1, 0), **labels).movedim(0, -1)
         head = head._replace(shift=False, position_ids=None)
-    places = {"shift": head.shift, "position_ids": head.position_ids}
     if match is not None:
-        check_range(_OP, "target", shifted(target, ignore_index, **places), weight.shape[0], ignore_index)
-        value = vllm_log_prob(hidden, weight, shifted(target, ignore_index, **places), head, wide)
-        trained = any(t is not None and t.requires_grad for t in (hidden, weight, head.bias))
-        if not entropy and not (trained and torch.is_grad_enabled()):
-            return value
-        result = linear_log_prob(
-            hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **places, **head.of_log_prob()
-        )
-        return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
-    kernel = has_kernel(_OP, hidden=hidden, beside=operands.float_parts(head, target=target))
-    if not kernel:
-        operands.check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None) if many else head)
-        if many:
-            rows = head._replace(ignore_index=-1)
-            operands.check_plain(_OP, weight.shape[0], _counting_rows(target, ignore_index), rows)
-        target, weight = shifted(target, ignore_index, **places), operands.plain_weight(_OP, weight)
-        return reference(hidden, weight, target, entropy=entropy, **head.of_log_prob())
+        return _matched(hidden, weight, target, head, entropy, keep_mb)
+    if not has_kernel(_OP, hidden=hidden, beside=operands.float_parts(head, target=target)):
+        return _plain(hidden, weight, target, head, entropy)
     main_grad = operands.main_grad_of(_OP, weight)
-    rows = target
-    if many:  # the rows that count are counted if that needs no synchronisation
-        target = target.to(hidden.device, non_blocking=True).long()
-        rows = target[..., 0] if rows.is_cuda else _counting_rows(rows, ignore_index)
-        head = head._replace(ignore_index=-1)
-    call, _ = operands.prepare(_OP, hidden, weight, rows, head, main_grad=main_grad, more=(entropy,))
-    if many:
-        call = call._replace(
-            operands=call.operands._replace(target=target.reshape(-1, target.shape[-1])),
-            formula=call.formula._replace(ignore_index=ignore_index),
-        )
-    call = autograd.keep(call, 0 if many else keep_mb, main_grad, entropy)
-    labels = {"classes": not many, "more": 8 * target.numel() if many else 0}
-    call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=True, **labels)
+    call = _native_call(hidden, weight, target, head, main_grad=main_grad, own=_own(entropy=entropy))
+    call = autograd.with_kept_rows(call, 0 if many else keep_mb, main_grad, entropy)
+    sizes = {"classes": not many, "extra_bytes": 8 * target.numel() if many else 0}
+    call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=True, **sizes)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is the backward's ctx
         result.grad_fn.main_grad = main_grad
     result = result.view(target.shape)
     return (result, entropies.view(hidden.shape[:-1])) if entropy else result
+
+
+def _matched(hidden, weight, target, head: HeadOptions, entropy, keep_mb):
+    """The values of a sampler, with the gradients and the entropies of a call without `match`."""
+    places = {"shift": head.shift, "position_ids": head.position_ids}
+    labels = shifted(target, head.ignore_index, **places)
+    check_range(_OP, "target", labels, weight.shape[0], head.ignore_index)
+    wide = operands.wide_logits(_OP, head.logit_dtype, hidden)
+    value = vllm_log_prob(hidden, weight, labels, head, wide)
+    trained = any(t is not None and t.requires_grad for t in (hidden, weight, head.bias))
+    if not entropy and not (trained and torch.is_grad_enabled()):
+        return value
+    options = places | head.log_prob_options()
+    result = linear_log_prob(hidden, weight, target, entropy=entropy, keep_mb=keep_mb, **options)
+    return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
+
+
+def _plain(hidden, weight, target, head: HeadOptions, entropy):
+    """Run the reference on checked arguments."""
+    if has_several_labels(hidden, target):
+        operands.check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None))
+        rows = _counting_rows(target, head.ignore_index)
+        operands.check_plain(_OP, weight.shape[0], rows, head._replace(ignore_index=-1))
+    else:
+        operands.check_plain(_OP, weight.shape[0], target, head)
+    target = shifted(target, head.ignore_index, head.shift, head.position_ids)
+    weight = operands.plain_weight(_OP, weight)
+    return reference(hidden, weight, target, entropy=entropy, **head.log_prob_options())
+
+
+def _native_call(hidden, weight, target, head: HeadOptions, **others) -> HeadCall:
+    """Make the native call; rows with several labels are counted if that needs no synchronisation."""
+    if not has_several_labels(hidden, target):
+        return operands.native_call(_OP, hidden, weight, target, head, **others)[0]
+    labels, ignore_index = target.to(hidden.device, non_blocking=True).long(), head.ignore_index
+    rows = labels[..., 0] if target.is_cuda else _counting_rows(target, ignore_index)
+    call, _ = operands.native_call(_OP, hidden, weight, rows, head._replace(ignore_index=-1), **others)
+    every = call.operands._replace(target=labels.reshape(-1, labels.shape[-1]))
+    return call._replace(operands=every, formula=call.formula._replace(ignore_index=ignore_index))

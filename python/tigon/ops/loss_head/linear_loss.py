@@ -15,11 +15,17 @@ from tigon.ops import arguments
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
-from tigon.ops.loss_head.autograd import RESULTS, dtypes_of, finished
+from tigon.ops.loss_head.autograd import RESULTS, dtypes_of, scale_gradients
 from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
-from tigon.ops.loss_head.matmuls import ENTROPY, form_gradients, form_logits, row_gradient, row_statistics
-from tigon.ops.loss_head.operands import NEEDS, HeadCall
+from tigon.ops.loss_head.matmuls import (
+    ENTROPY,
+    compute_gradients,
+    compute_logits,
+    row_gradient,
+    row_statistics,
+)
+from tigon.ops.loss_head.operands import NEEDS, HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, check_unbounded, padded, plan_of
 
@@ -101,6 +107,7 @@ class UserLoss(NamedTuple):
 
     fn: Callable[..., torch.Tensor]
     entropy: bool
+    reduction: str
     denominator: Any  # 0-dim tensor, number, or "count": the rows that count
     wrt: tuple[bool, ...]  # which per-token tensors need a gradient
     grad: bool  # gradients are recorded in the calling code
@@ -176,9 +183,9 @@ class _UserPass(RowPass):
     def memory(self, rows: int) -> None:
         loss, target = self.loss, self.operands.target
         self.logits = self.space(rows, torch.float32 if self.formula.wide_logits else None)
-        self.formed = Gradients(self, self.needs, self.vocab)
-        if self.formed.dhidden is not None and (self.index is not None or not self.chunks):
-            self.formed.dhidden.zero_()
+        self.gradients = Gradients(self, self.needs, self.vocab)
+        if self.gradients.dhidden is not None and (self.index is not None or not self.chunks):
+            self.gradients.dhidden.zero_()
         needed = zip(self.tensors, loss.wrt, strict=True)
         self.dtensors = [torch.zeros_like(t) if need else None for t, need in needed]
         self.total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
@@ -220,7 +227,7 @@ class _UserPass(RowPass):
         entropy = self.loss.entropy
         parts = hidden.new_empty(3 + entropy, hidden.shape[0], dtype=torch.float32)
         if hidden.shape[0]:
-            form_logits(logits, hidden, self.operands.weight)
+            compute_logits(logits, hidden, self.operands.weight)
             row_statistics.named(**self._passed(logits, labels), parts=parts, kinds=ENTROPY * entropy)
         if not entropy:
             return (parts[2],)
@@ -266,17 +273,16 @@ class _UserPass(RowPass):
         if self.early is not None:
             upstream = upstream * self.early
             entropy_upstream = None if entropy_upstream is None else entropy_upstream * self.early
-        formed, dhidden = self.formed, None
-        if formed.dhidden is not None:
-            listed = self.index is not None
-            dhidden = torch.empty_like(hidden) if listed else formed.dhidden[chunk.at]
+        gradients, dhidden, listed = self.gradients, None, self.index is not None
+        if gradients.dhidden is not None:
+            dhidden = torch.empty_like(hidden) if listed else gradients.dhidden[chunk.at]
         dlogits = logits if logits.dtype == hidden.dtype else self.space(hidden.shape[0])
         rows = self._passed(logits, self.labels[chunk.at])
         row_gradient.named(**rows, dlogits=dlogits, scale=upstream, entropy_scale=entropy_upstream)
-        sums = {"dweight": formed.dweight, "dbias": formed.dbias, "first": chunk.begin == 0}
-        form_gradients(dlogits, hidden, self.operands.weight, dhidden=dhidden, **sums)
-        if dhidden is not None and self.index is not None:
-            formed.dhidden[self.index[chunk.at]] = dhidden
+        sums = {"dweight": gradients.dweight, "dbias": gradients.dbias, "first": chunk.begin == 0}
+        compute_gradients(dlogits, hidden, self.operands.weight, dhidden=dhidden, **sums)
+        if dhidden is not None and listed:
+            gradients.dhidden[self.index[chunk.at]] = dhidden
 
 
 class _Function(torch.autograd.Function):
@@ -286,7 +292,7 @@ class _Function(torch.autograd.Function):
         loss = rows.run()
         ctx.shape, ctx.needs = hidden.shape, rows.needs
         ctx.dtypes = dtypes_of(hidden, weight, bias)[:3]
-        kept = (hidden.new_empty(0) if g is None else g for g in rows.formed.formed())
+        kept = (hidden.new_empty(0) if g is None else g for g in rows.gradients.as_tuple())
         ctx.save_for_backward(rows.scale.float(), *kept, *rows.dtensors)
         return loss
 
@@ -294,17 +300,20 @@ class _Function(torch.autograd.Function):
     @once(_OP)
     def backward(ctx, dloss):
         saved = ctx.saved_tensors
-        formed, dtensors, factor = saved[: RESULTS - 1], saved[RESULTS - 1 :], dloss * saved[0]
-        gradients = zip(finished(dloss, formed, *ctx.dtypes[1:]), ctx.dtypes, NEEDS.values(), strict=False)
+        computed, dtensors, factor = saved[: RESULTS - 1], saved[RESULTS - 1 :], dloss * saved[0]
+        scaled = scale_gradients(dloss, computed, *ctx.dtypes[1:])
+        gradients = zip(scaled, ctx.dtypes, NEEDS.values(), strict=False)
         dhidden, dweight, dbias = (g.to(dtype) if ctx.needs & bit else None for g, dtype, bit in gradients)
         dtensors = (None if g is None else torch.where(g == 0, g, g * factor).to(g.dtype) for g in dtensors)
         return None, None, None if dhidden is None else dhidden.view(ctx.shape), dweight, dbias, *dtensors
 
 
-def _composed(hidden, weight, target, loss: UserLoss, tensors, reduction, log_prob, head: HeadOptions):
+def _composed(hidden, weight, target, loss: UserLoss, tensors, kernel, head: HeadOptions):
     """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
+    log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
+    weight = weight if kernel else operands.plain_weight(_OP, weight)
     target = shifted(target, head.ignore_index, head.shift, head.position_ids)
-    options = head.of_log_prob() | {"entropy": loss.entropy, "max_peak_mb": head.max_peak_mb}
+    options = head.log_prob_options() | {"entropy": loss.entropy, "max_peak_mb": head.max_peak_mb}
     statistics = log_prob(hidden, weight, target, **options)
     statistics = [s.reshape(-1) for s in (statistics if loss.entropy else (statistics,))]
     groups = loss.groups
@@ -317,15 +326,15 @@ def _composed(hidden, weight, target, loss: UserLoss, tensors, reduction, log_pr
         values = _losses(loss.fn, seen, parts, None, groups.number)
     if loss.denominator is not None:
         return _cross_entropy.divide(values.sum(), loss.denominator)
-    if reduction == "none":
+    if loss.reduction == "none":
         return values.view(target.shape) if groups is None else values
-    if reduction == "sum":
+    if loss.reduction == "sum":
         return values.sum()
     return values.sum() / (counts.sum() if groups is None else groups.number)
 
 
-def _checked_tensors(tensors, target, groups, device) -> list[torch.Tensor]:
-    """The tensors of fn by row, or by answer for groups."""
+def _flat_tensors(tensors, target, device, groups: Groups | None) -> list[torch.Tensor]:
+    """Check the tensors of fn and return them row by row, or with groups as they are."""
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", arguments.kind_of(t))
         arguments.check_layout(_OP, "tensors", t)
@@ -336,6 +345,34 @@ def _checked_tensors(tensors, target, groups, device) -> list[torch.Tensor]:
     if groups is not None:
         return [t.contiguous() for t in tensors]
     return [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
+
+
+def _native_call(
+    hidden, weight, target, loss: UserLoss, tensors, chunk, head: HeadOptions
+) -> HeadCall | None:
+    """The call of one pass by chunks; None if ``max_peak_mb`` has no room for it."""
+    call, _ = operands.native_call(_OP, hidden, operands.plain_weight(_OP, weight), target, head)
+    call, groups = call.with_memory(chunk_rows=chunk), loss.groups
+    if head.max_peak_mb is None:
+        return call
+    if call.formula.wide_logits:
+        check_unbounded(_OP, head.max_peak_mb, "with logit_dtype=torch.float32")
+    kept = sum(t.numel() * t.element_size() for t, needed in zip(tensors, loss.wrt, strict=True) if needed)
+    plan = operands.plan_within(_OP, call, head, weight, extra_bytes=kept, classes=False, sums=True)
+    if plan.least or (groups is not None and plan.capped and plan.chunk_rows < max(groups.sizes)):
+        return None
+    return call.divided(plan)
+
+
+def _divisor(loss: UserLoss, device):
+    """The denominator as :class:`_UserPass` takes it."""
+    tensor, number = _cross_entropy.split_denominator(loss.denominator, device)
+    if tensor is not None:
+        check(_OP, tensor.device == device, "denominator must be on {}, got {}", device, tensor.device)
+        return tensor
+    if number is not None or loss.reduction == "sum":
+        return 1.0 if number is None else number
+    return "count" if loss.groups is None else loss.groups.number
 
 
 @torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
@@ -401,55 +438,41 @@ def linear_loss(
     Raises:
         tigon.Error: shapes, dtypes or options do not fit, or fn does not return one loss per row or group.
     """
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     labels = {"ignore_index": ignore_index, "shift": shift, "position_ids": position_ids}
-    caps = {"chunk_rows": chunk_rows, "logit_dtype": logit_dtype, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, **labels, valid_rows=valid_rows, **caps)
+    limits = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **labels, **limits, logit_dtype=logit_dtype)
     target = labels_of(target, ignore_index)
     operands.check_head(_OP, hidden, weight, target, head)
     arguments.check_booleans(_OP, entropy=entropy)
     check(_OP, callable(fn), "fn must be callable, got {}", arguments.kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
     arguments.check_choice(_OP, "reduction", reduction, _cross_entropy.REDUCTIONS)
-    groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
-    tensors = _checked_tensors(tensors, target, groups, hidden.device)
+    groups = None if group is None else Groups(_OP, group, target, **labels)
+    tensors = _flat_tensors(tensors, target, hidden.device, groups)
+    TrainedCalls.count(hidden, weight)
     hidden = operands.autocast(hidden)
-    operands.wide_logits(_OP, head.logit_dtype, hidden)
+    operands.wide_logits(_OP, logit_dtype, hidden)
     kernel, grad = has_kernel(_OP, hidden=hidden), torch.is_grad_enabled()
     if not kernel:
         operands.check_plain(_OP, weight.shape[0], target, head)
     wrt = tuple(grad and t.requires_grad for t in tensors)
-    loss = UserLoss(fn, entropy, denominator, wrt, grad, groups)
+    loss = UserLoss(fn, entropy, reduction, denominator, wrt, grad, groups)
     chunk = (chunk_rows or 0) if groups is None else groups.limit(hidden, weight, chunk_rows)
-    apart = groups is not None and chunk == 0
-    log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
-    own = weight if kernel else operands.plain_weight(_OP, weight)
-    composed = functools.partial(_composed, hidden, own, target, loss, tensors, reduction, log_prob, head)
-    if not kernel or apart or arguments.is_traced(hidden) or (reduction == "none" and denominator is None):
+    apart, late = groups is not None and chunk == 0, reduction == "none" and denominator is None
+    composed = functools.partial(_composed, hidden, weight, target, loss, tensors, kernel, head)
+    if not kernel or apart or arguments.is_traced(hidden) or late:
         return composed()
     transformed = torch._C._are_functorch_transforms_active()
     if transformed:
         check_unbounded(_OP, max_peak_mb, "under the transforms of torch.func")
-    check(
-        _OP, not transformed, 'the transforms of torch.func must take reduction="none", got {!r}', reduction
-    )
+    words = 'the transforms of torch.func must take reduction="none", got {!r}'
+    check(_OP, not transformed, words, reduction)
     if forward_ad._current_level >= 0:
-        refuse_tangents(_OP, (hidden, weight, head.bias, *tensors))
-    call, _ = operands.prepare(_OP, hidden, operands.plain_weight(_OP, weight), target, head)
-    call = call._replace(memory=call.memory._replace(chunk_rows=chunk))
-    if max_peak_mb is not None:
-        if call.formula.wide_logits:
-            check_unbounded(_OP, max_peak_mb, "with logit_dtype=torch.float32")
-        kept = sum(t.numel() * t.element_size() for t, needed in zip(tensors, wrt, strict=True) if needed)
-        found = operands.plan_within(_OP, call, head, weight, more=kept, classes=False, sums=True)
-        if found.least or (groups is not None and found.capped and found.chunk_rows < max(groups.sizes)):
-            return composed()
-        call = call.divided(found)
-    device, number = _cross_entropy.split_denominator(denominator, hidden.device)
-    if device is not None:
-        place = device.device
-        check(_OP, place == hidden.device, "denominator must be on {}, got {}", hidden.device, place)
-    divisor = device if device is not None else number
-    if divisor is None:
-        divisor = ("count" if groups is None else groups.number) if reduction == "mean" else 1.0
+        refuse_tangents(_OP, (hidden, weight, bias, *tensors))
+    call = _native_call(hidden, weight, target, loss, tensors, chunk, head)
+    if call is None:
+        return composed()
+    loss = loss._replace(denominator=_divisor(loss, hidden.device))
     hidden, weight, _, bias, *_ = call.operands
-    return _Function.apply(loss._replace(denominator=divisor), call, hidden, weight, bias, *tensors)
+    return _Function.apply(loss, call, hidden, weight, bias, *tensors)

@@ -14,18 +14,18 @@ from tigon.error import check
 from tigon.ops import policy as _policy
 from tigon.ops import preference as _preference
 from tigon.ops.arguments import called, check_float, check_indices, check_like, kind_of, readable
-from tigon.ops.cross_entropy import check_denominator, split_denominator
+from tigon.ops.cross_entropy import check_denominator
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
-from tigon.ops.loss_head.operands import HeadCall
+from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_unbounded
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
-def _checked(op, hidden, weight, target, head: HeadOptions):
+def _check_answers(op, hidden, weight, target, head: HeadOptions):
     """Check the operands of hidden states [answers, T, H] and return the labels [answers, T]."""
     target = labels_of(target, head.ignore_index)
     operands.check_head(op, hidden, weight, target, head)
@@ -43,7 +43,7 @@ def _log_probs(op, hidden, weight, labels, head: HeadOptions, entropy=False):
     check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
     fits = not kernel or head.lora is None
     check(op, fits, "lora must be None under the transforms of torch.func, got {}", "one")
-    options = head._replace(valid_rows=None, chunk_rows=None).of_log_prob()
+    options = head._replace(valid_rows=None, chunk_rows=None).log_prob_options()
     log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
     return log_prob(hidden, weight, labels, entropy=entropy, **options)
 
@@ -82,23 +82,23 @@ def _ref_operands(ref, like):
 # The operators: results of answers or rows come after the loss, the reduction's factor and the gradients.
 
 
-def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, more, group):
-    """Run the kernel; `more`: the operator's other arguments by name, `group`: answers that share a chunk."""
-    more = loss.more(answers=labels.shape[0], **more)
-    call, _ = operands.prepare(op, hidden, weight, labels, head, more=more)
-    way = {"function": "tigon_linear_preference_plan", "groups": (group, labels.shape[1])}
-    call = operands.within_peak(op, call, head, weight, **way)
+def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, group, own):
+    """Run an operator with its `own` arguments by name; `group`: answers that share a chunk."""
+    own = loss.own(answers=labels.shape[0], **own)
+    call, _ = operands.native_call(op, hidden, weight, labels, head, own=own)
+    plan_options = {"function": "tigon_linear_preference_plan", "groups": (group, labels.shape[1])}
+    call = operands.within_peak(op, call, head, weight, **plan_options)
     return loss.run(call, tuple(getattr(call.operands, name) for name in operands.NEEDS))
 
 
 def _fake_preference(call: HeadCall):
-    pairs = call.more.desirable is None
-    results = _preference.empty_results(call.operands.hidden, call.more.answers, pairs)
+    pairs = call.own.desirable is None
+    results = _preference.empty_results(call.operands.hidden, call.own.answers, pairs)
     return *empty_loss(call, True), *results
 
 
 def _fake_policy(call: HeadCall):
-    hidden, target, ref = call.operands.hidden, call.operands.target, call.more.ref
+    hidden, target, ref = call.operands.hidden, call.operands.target, call.own.ref
     rows, kl = (hidden.new_empty(n, dtype=torch.float32) for n in (target.shape, (0,)))
     return *empty_loss(call, True), rows, rows.clone(), kl if ref is None else rows.clone(), rows.clone()
 
@@ -124,43 +124,45 @@ def _prefer(
 ):
     """Run the kernel or the reference on checked arguments."""
     check_denominator(op, denominator)
+    TrainedCalls.count(hidden, weight)
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     ignore_index, shift, native = head.ignore_index, head.shift, _has_kernel(op, hidden, head)
     plain = not native or torch._C._are_functorch_transforms_active()  # log-probabilities with a graph first
     if not native:
         operands.check_plain(op, weight.shape[0], target, head)
-    labels = None
+    labels = target
     if nll_target is not None or plain:
-        target = shifted(target, ignore_index, shift).long()
+        labels = target = shifted(target, ignore_index, shift).long()
         head = head._replace(shift=False)
     if nll_target is not None:
         nll_target = shifted(nll_target, ignore_index, shift).long()
         labels = _merged(op, target, nll_target, ignore_index)
     ref_head = ref if isinstance(ref, (tuple, list)) else None
-    like = hidden if native else hidden.double()
-    sums = None if ref_head is not None else _preference.constant(ref, like)
+    sums = None if ref_head is not None else _preference.constant(ref, hidden if native else hidden.double())
     if plain:
-        of = target if labels is None else labels
-        log_prob = _log_probs(op, hidden, weight, of, head)
-        mask = target != ignore_index
+        log_prob, mask = _log_probs(op, hidden, weight, labels, head), target != ignore_index
         if ref_head is not None:
-            states, ref_weight, *bias = ref_head
-            with torch.no_grad():
-                options = head._replace(bias=bias[0] if bias else None, lora=None)
-                sums = _log_probs(op, states.to(hidden), ref_weight.to(hidden), of, options)
-                sums = torch.where(mask, sums, 0.0).sum(-1)
+            sums = _ref_sums(op, hidden, ref_head, labels, mask, head)
         nll_mask = None if nll_target is None else nll_target != ignore_index
         return _preference.run(op, log_prob, mask, nll_mask, sums, desirable, kl, denominator, formula)
-    more = formula._asdict() | {"ref": sums, "desirable": desirable, "kl": kl}
-    more["denominator"], more["host_denominator"] = split_denominator(denominator, hidden.device)
     reference = (None, None, None) if ref_head is None else _ref_operands(ref_head, hidden)
-    more |= zip(("ref_hidden", "ref_weight", "ref_bias"), reference, strict=True)
-    more["target"] = None if labels is None else target.reshape(-1)
-    more["nll_target"] = None if labels is None else nll_target.reshape(-1)
+    own = dict(zip(("ref_hidden", "ref_weight", "ref_bias"), reference, strict=True), ref=sums)
+    own |= {"target": None, "nll_target": None, "desirable": desirable, "kl": kl}
+    if nll_target is not None:
+        own |= {"target": target.reshape(-1), "nll_target": nll_target.reshape(-1)}
+    own |= operands.divisors(denominator, hidden.device) | formula._asdict()
     group = 2 if desirable is None else 1
-    labels = target if labels is None else labels
-    results = _run(_preference_loss, op, hidden, weight, labels, head, more, group)
+    results = _run(_preference_loss, op, hidden, weight, labels, head, group, own)
     return PreferenceResult(*results) if desirable is None else KTOResult(*results[:3])
+
+
+def _ref_sums(op, hidden, ref, labels, mask, head: HeadOptions):
+    """The sums of the reference's log-probabilities of each answer."""
+    states, weight, *bias = ref
+    head = head._replace(bias=bias[0] if bias else None, lora=None)
+    with torch.no_grad():
+        log_prob = _log_probs(op, states.to(hidden), weight.to(hidden), labels, head)
+        return torch.where(mask, log_prob, 0.0).sum(-1)
 
 
 @called()
@@ -227,10 +229,11 @@ def linear_preference(
         tigon.Error: as the two functions named above, and a ref of other rows or classes.
     """
     op = "linear_preference"
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     labels = {"ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows}
-    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
-    target = _checked(op, hidden, weight, target, head)
+    limits = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **labels, **limits, lora=lora)
+    target = _check_answers(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
     formula = _preference.pair_formula(
@@ -287,10 +290,11 @@ def linear_kto(
         tigon.Error: as :func:`linear_preference`.
     """
     op = "linear_kto"
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     labels = {"ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows}
-    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
-    target = _checked(op, hidden, weight, target, head)
+    limits = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **labels, **limits, lora=lora)
+    target = _check_answers(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
     _check_ref(op, ref, hidden, weight)
@@ -369,30 +373,41 @@ def linear_policy(
         tigon.Error: as the two functions named above.
     """
     op = "linear_policy"
+    logits = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature}
     labels = {"ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows}
-    caps = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
-    head = HeadOptions(bias, softcap, logit_scale, temperature, lora, **labels, **caps)
-    target = _checked(op, hidden, weight, target, head)
+    limits = {"chunk_rows": chunk_rows, "max_workspace_mb": max_workspace_mb, "max_peak_mb": max_peak_mb}
+    head = HeadOptions(**logits, **labels, **limits, lora=lora)
+    target = _check_answers(op, hidden, weight, target, head)
     surrogate = {"kind": kind, "level": level, "clip": clip, "delta": delta, "tau": tau, "gamma": gamma}
     terms = {"kl": kl, "kl_estimator": kl_estimator, "kl_corrected": kl_corrected, "entropy": entropy}
     f = _policy.formula(op, **surrogate, **terms, normalise=normalise)
     given = {"advantage": advantage, "old": old, "ref": ref, "importance": importance, "kl": kl}
     divisors = {"denominator": denominator, "entropy_denominator": entropy_denominator}
     constants = _policy.constants(op, target.shape, hidden.device, **given, **divisors)
+    TrainedCalls.count(hidden, weight)
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
-        if hidden.dtype == torch.float64:
-            operands.check_plain(op, weight.shape[0], target, head)
-        labels = shifted(target, ignore_index, shift).long()
-        log_prob, entropies = _log_probs(op, hidden, weight, labels, head, entropy=True)
-        mask = labels != ignore_index
-        loss, estimate, clipped = _policy.run(log_prob, mask, constants, entropies, **divisors, f=f)
-        return LinearPolicyResult(loss, log_prob.detach(), entropies.detach(), estimate, clipped)
-    more = {name: None if t is None else t.float() for name, t in constants._asdict().items()}
-    more |= _policy.Divisors.of(**divisors, device=hidden.device)._asdict() | f._asdict()
-    more["wants_entropy"] = True
+        return _plain_policy(op, hidden, weight, target, head, constants, divisors, f)
     group = int(level != "token" or kind == "vespo")
-    loss, *tokens = _run(_policy_loss, op, hidden, weight, target, head, more, group)
+    return _native_policy(op, hidden, weight, target, head, constants, divisors, f, group)
+
+
+def _plain_policy(op, hidden, weight, target, head: HeadOptions, constants, divisors, f):
+    """The loss of log-probabilities with a graph."""
+    if hidden.dtype == torch.float64:
+        operands.check_plain(op, weight.shape[0], target, head)
+    labels = shifted(target, head.ignore_index, head.shift).long()
+    log_prob, entropies = _log_probs(op, hidden, weight, labels, head, entropy=True)
+    mask = labels != head.ignore_index
+    loss, estimate, clipped = _policy.run(log_prob, mask, constants, entropies, **divisors, f=f)
+    return LinearPolicyResult(loss, log_prob.detach(), entropies.detach(), estimate, clipped)
+
+
+def _native_policy(op, hidden, weight, target, head: HeadOptions, constants, divisors, f, group):
+    own = {name: None if t is None else t.float() for name, t in constants._asdict().items()}
+    own |= _policy.Divisors.of(**divisors, device=hidden.device)._asdict() | f._asdict()
+    own["wants_entropy"] = True
+    loss, *tokens = _run(_policy_loss, op, hidden, weight, target, head, group, own)
     log_prob, entropies, estimate, clipped = tokens
     estimate = None if constants.ref is None else estimate.view(target.shape)
     log_prob, entropies, clipped = (t.view(target.shape) for t in (log_prob, entropies, clipped))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tigon._deterministic import is_deterministic
 from tigon._op import define
 from tigon.error import check
-from tigon.ops.loss_head.matmuls import form_logits
+from tigon.ops.loss_head.matmuls import compute_logits
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import check_unbounded, padded
 
@@ -37,7 +37,7 @@ def vllm_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0, wide=F
     if is_deterministic():
         dtype = torch.float32 if wide or bias is not None else hidden.dtype
         logits = hidden.new_empty(hidden.shape[0], padded(weight.shape[0]), dtype=dtype)[:, : weight.shape[0]]
-        form_logits(logits, hidden, weight)
+        compute_logits(logits, hidden, weight)
         if bias is not None:
             logits = logits.add_(bias).to(torch.float32 if wide else hidden.dtype)
     elif not wide:

@@ -21,12 +21,12 @@ row_statistics = raw("cross_entropy_shard_statistics", _fake_statistics, "cross_
 row_gradient = raw("cross_entropy_shard_gradient", lambda *_: None, "cross_entropy")
 
 
-def form_logits(logits, hidden, weight, lora=_NO_LORA) -> None:
+def compute_logits(logits, hidden, weight, lora=_NO_LORA) -> None:
     """``logits = hidden @ weight.T``; `lora`: A, B and scale of a second matmul."""
     _logits(logits, hidden, weight, *lora)
 
 
-def form_gradients(
+def compute_gradients(
     dlogits,
     hidden,
     weight,

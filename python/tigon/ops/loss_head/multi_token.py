@@ -19,7 +19,7 @@ from tigon._op import has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
 from tigon.ops import arguments
 from tigon.ops.arguments import kind_of, one_each
-from tigon.ops.loss_head.autograd import finished
+from tigon.ops.loss_head.autograd import scale_gradients
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_loss import graph_leaves
@@ -72,6 +72,22 @@ def _parts(i, head):
     check(_OP, pair, "heads must be " + forms + ", got {} at {}", kind_of(head), i)
     module, weight, bias = (*head, None)[:3]
     return () if module is None else (module,), weight, bias
+
+
+def _token_head(i, head, coefficient, labels, options) -> _TokenHead:
+    """Check a head and the options of its loss."""
+    number = isinstance(coefficient, (float, int)) and not isinstance(coefficient, bool)
+    check(_OP, number, "coefficients[{}] must be a number, got {}", i, kind_of(coefficient))
+    arguments.check_number(_OP, f"coefficients[{i}]", coefficient)
+    check_shift(_OP, options["shift"], options["position_ids"], labels)
+    layers, weight, bias = _parts(i, head)
+    arguments.check_float(_OP, f"heads[{i}]'s weight", weight)
+    check(_OP, weight.dim() == 2, "heads[{}]'s weight must be [V, H], got {}", i, weight.shape)
+    for name, t in (("weight", weight), ("bias", bias)):
+        words = name + " must be a plain dense tensor, got a DTensor (use {}.to_local())"
+        check(_OP, not is_dtensor(t), words, name)
+    check_lora(_OP, options["lora"], weight, weight)
+    return _TokenHead(layers, weight, bias, float(coefficient), options)
 
 
 def _apply_layers(i, head, x, leaves=None):
@@ -229,18 +245,18 @@ class _InTurn(torch.autograd.Function):
         if dloss is None:
             return (None,) * (2 + len(ctx.dtypes))
         kept = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, None, *(_finished(dloss, gradient, dtype) for gradient, dtype in kept)
+        return None, None, *(_scaled(dloss, gradient, dtype) for gradient, dtype in kept)
 
 
-def _finished(dloss, gradient, dtype):
+def _scaled(dloss, gradient, dtype):
     """``gradient * dloss`` rounded once; in place if possible, which costs nothing for 1."""
     if gradient is None:
         return None
     if gradient.dim() == 0 or gradient.dtype not in (torch.float32, torch.bfloat16):
         return (gradient * dloss).to(dtype)
     empty = [gradient.new_empty(0, dtype=torch.float32) for _ in range(4)]
-    formed = (torch.ones_like(dloss), empty[0], gradient, *empty[1:])
-    return finished(dloss, formed, dtype, torch.float32)[1]
+    gradients = (torch.ones_like(dloss), empty[0], gradient, *empty[1:])
+    return scale_gradients(dloss, gradients, dtype, torch.float32)[1]
 
 
 def _within_peak(hidden, heads, max_peak_mb):
@@ -377,35 +393,22 @@ def multi_token_loss(
     arguments.check_indices(_OP, "labels", labels)
     arguments.check_shape(_OP, "labels", labels, hidden.shape[:-1])
     arguments.check_choice(_OP, "reduction", reduction, _REDUCTIONS)
-    k = len(heads)
-    coefficients = one_each(_OP, "coefficients", coefficients, k, "heads", [1.0] * k)
-    shifts = one_each(_OP, "shifts", shifts, k, "heads", range(1, k + 1))
-    lora = one_each(_OP, "lora", lora, k, "heads", [None] * k)
-    valid_rows = one_each(_OP, "valid_rows", valid_rows, k, "heads", [None] * k)
-    several = isinstance(denominator, (tuple, list))
-    denominators = (
-        one_each(_OP, "denominator", denominator, k, "heads", None) if several else [denominator] * k
-    )
     options = {"softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss}
     options |= {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     options |= {"token_weight": token_weight, "position_ids": position_ids, "chunk_rows": chunk_rows}
     options |= {"max_workspace_mb": max_workspace_mb, "logit_dtype": logit_dtype}
+    k = len(heads)
+    coefficients = one_each(_OP, "coefficients", coefficients, k, "heads", [1.0] * k)
+    each = {"shift": one_each(_OP, "shifts", shifts, k, "heads", range(1, k + 1))}
+    each["lora"] = one_each(_OP, "lora", lora, k, "heads", [None] * k)
+    each["valid_rows"] = one_each(_OP, "valid_rows", valid_rows, k, "heads", [None] * k)
+    if not isinstance(denominator, (tuple, list)):
+        denominator = [denominator] * k
+    each["denominator"] = one_each(_OP, "denominator", denominator, k, "heads", None)
     made = []
     for i, head in enumerate(heads):
-        number = isinstance(coefficients[i], (float, int)) and not isinstance(coefficients[i], bool)
-        check(_OP, number, "coefficients[{}] must be a number, got {}", i, kind_of(coefficients[i]))
-        arguments.check_number(_OP, f"coefficients[{i}]", coefficients[i])
-        check_shift(_OP, shifts[i], position_ids, labels)
-        layers, weight, bias = _parts(i, head)
-        arguments.check_float(_OP, f"heads[{i}]'s weight", weight)
-        check(_OP, weight.dim() == 2, "heads[{}]'s weight must be [V, H], got {}", i, weight.shape)
-        for name, t in (("weight", weight), ("bias", bias)):
-            words = name + " must be a plain dense tensor, got a DTensor (use {}.to_local())"
-            check(_OP, not is_dtensor(t), words, name)
-        check_lora(_OP, lora[i], weight, weight)
-        own = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
-        own["denominator"] = denominators[i]
-        made.append(_TokenHead(layers, weight, bias, float(coefficients[i]), options | own))
+        own = options | {name: values[i] for name, values in each.items()}
+        made.append(_token_head(i, head, coefficients[i], labels, own))
     if forward_ad._current_level >= 0 and hidden.dtype != torch.float64:
         refuse_tangents(_OP, (hidden, *(t for head in made for t in (head.weight, head.bias))))
     run = _composed if _composes(hidden, made) else _in_turn

@@ -13,6 +13,7 @@ from tigon._load import native
 from tigon._op import Op
 from tigon.error import check, refuse
 from tigon.ops import arguments
+from tigon.ops.cross_entropy import split_denominator
 from tigon.ops.loss_head.labels import check_shift, check_valid_rows, known_rows, shifted
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import (
@@ -30,7 +31,7 @@ GRADIENTS = ("hidden", "weight", "bias", "lora_a", "lora_b")  # the tensors that
 _BITS = native_names("tigon_loss_head_needs")
 NEEDS = {name: _BITS[name] for name in GRADIENTS}
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B = NEEDS.values()
-MAY_ROUND, UNIT, MAIN_GRAD, LOGITS, BY_CLASSES = (
+MAY_ROUND, UNSCALED, MAIN_GRAD, LOGITS, BY_CLASSES = (
     _BITS[name] for name in ("may_round", "unit", "main_grad", "logits", "by_classes")
 )
 
@@ -49,7 +50,7 @@ class Operands(NamedTuple):
 
 
 class LabelFormula(NamedTuple):
-    """The numbers that follow them."""
+    """The numbers that follow the tensors in every schema."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -66,7 +67,7 @@ class Memory(NamedTuple):
 
     chunk_rows: int = 0  # 0: the native side chooses
     valid_rows: int = -1  # -1: not known
-    needs: int = 0  # bits of NEEDS, MAY_ROUND, UNIT, MAIN_GRAD
+    needs: int = 0  # bits of NEEDS, MAY_ROUND, UNSCALED, MAIN_GRAD
     keep_rows: int = 0  # losses of rows: most rows whose logits' gradients are kept, or AUTOMATIC
 
 
@@ -74,7 +75,7 @@ _ENDS = tuple(itertools.accumulate(len(part._fields) for part in (Operands, Labe
 HEAD_ARGUMENTS = _ENDS[-1]  # how many of an operator's arguments all heads share
 
 
-def more_of(name: str) -> type:
+def own_arguments(name: str) -> type:
     """A named tuple of the arguments that an operator takes after the shared ones."""
     return namedtuple(f"_{name}", [a.name for a in native(name)._schema.arguments[HEAD_ARGUMENTS:]])
 
@@ -85,36 +86,33 @@ class HeadCall(NamedTuple):
     operands: Operands
     formula: LabelFormula
     memory: Memory
-    more: Any = ()  # the operator's other arguments, a `more_of` it
+    own: Any = ()  # the operator's other arguments, an `own_arguments` of its name
 
     @classmethod
-    def of(cls, inputs, more=lambda *values: values) -> HeadCall:
+    def of(cls, inputs, own=lambda *values: values) -> HeadCall:
         """The inverse of :meth:`flat`."""
         (a, b, c), rest = _ENDS, inputs[HEAD_ARGUMENTS:]
-        return cls(Operands(*inputs[:a]), LabelFormula(*inputs[a:b]), Memory(*inputs[b:c]), more(*rest))
+        return cls(Operands(*inputs[:a]), LabelFormula(*inputs[a:b]), Memory(*inputs[b:c]), own(*rest))
 
     def flat(self) -> tuple:
         """The arguments, in the order of the schema."""
-        operands, formula, memory, more = self
-        return (*operands, *formula, *memory, *more)
+        operands, formula, memory, own = self
+        return (*operands, *formula, *memory, *own)
 
-    def with_memory(self, needs: int, keep_rows: int) -> HeadCall:
-        """The call, with other gradients needed and rows kept."""
-        operands, formula, memory, more = self
-        return HeadCall(
-            operands, formula, Memory(memory.chunk_rows, memory.valid_rows, needs, keep_rows), more
-        )
+    def with_memory(self, **changes: int) -> HeadCall:
+        """The call with other values of :class:`Memory`."""
+        return self._replace(memory=self.memory._replace(**changes))
 
-    def divided(self, found: HeadPlan) -> HeadCall:
+    def divided(self, plan: HeadPlan) -> HeadCall:
         """The call as a plan within a peak divides it."""
-        if not found.capped:
+        if not plan.capped:
             return self
-        needs = self.memory.needs | BY_CLASSES * found.by_classes
-        return self._replace(memory=Memory(found.chunk_rows, self.memory.valid_rows, needs, found.kept_rows))
+        needs = self.memory.needs | BY_CLASSES * plan.by_classes
+        return self.with_memory(chunk_rows=plan.chunk_rows, needs=needs, keep_rows=plan.kept_rows)
 
-    def without_tensors(self, more: tuple = ()) -> HeadCall:
-        """The parts of it that a context may hold; `more`: numbers that its backward takes."""
-        return HeadCall(None, self.formula, self.memory, more)
+    def without_tensors(self, numbers: tuple = ()) -> HeadCall:
+        """The parts of it that a context may hold; `numbers`: the own arguments that its backward takes."""
+        return self._replace(operands=None, own=numbers)
 
     def rows(self) -> int:
         """The number of rows whose logits are computed."""
@@ -142,10 +140,16 @@ def float_parts(head: HeadOptions, **others: torch.Tensor | None) -> dict[str, t
     return {**others, "bias": head.bias, "lora[0]": a, "lora[1]": b}
 
 
-class Trained:
+class TrainedCalls:
     """Counts calls of functions on a head with gradients, in eager mode, except those of patched models."""
 
-    calls = 0  # for `Report.check`: a program's own loss may call them
+    number = 0  # for `Report.check`: a program's own loss may call them
+
+    @classmethod
+    def count(cls, hidden: torch.Tensor, weight: torch.Tensor) -> None:
+        """Count a call if it is one of these."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            cls.number += hidden.requires_grad or weight.requires_grad
 
 
 def check_head(op, hidden, weight, target, head: HeadOptions):
@@ -182,8 +186,6 @@ def check_head(op, hidden, weight, target, head: HeadOptions):
     arguments.check_integers(op, least=1, or_none=True, chunk_rows=head.chunk_rows)
     check_lora(op, head.lora, hidden, weight)
     check_cap(op, max_workspace_mb=head.max_workspace_mb, max_peak_mb=head.max_peak_mb)
-    if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-        Trained.calls += hidden.requires_grad or weight.requires_grad
 
 
 def wide_logits(op, logit_dtype, hidden) -> bool:
@@ -217,6 +219,12 @@ def check_token_weight(op, token_weight, target) -> None:
     if token_weight is not None:
         arguments.check_float(op, "token_weight", token_weight)
         arguments.check_shape(op, "token_weight", token_weight, target.shape)
+
+
+def divisors(denominator, device) -> dict[str, Any]:
+    """A checked denominator as operators take it: a tensor, or a number that the host knows."""
+    tensor, number = split_denominator(denominator, device)
+    return {"denominator": tensor, "host_denominator": number}
 
 
 def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
@@ -267,7 +275,7 @@ def whole_vectors(hidden, weight, lora=None):
     return _fit_columns(hidden, columns), _fit_columns(weight, columns), lora
 
 
-def prepare(
+def native_call(
     op,
     hidden,
     weight,
@@ -279,14 +287,14 @@ def prepare(
     label_smoothing=0.0,
     z_loss=0.0,
     main_grad=None,
-    more=(),
+    own=(),
 ) -> tuple[HeadCall, tuple]:
     """Make a native call of checked arguments; also return the tensors that get its gradients, which are
     hidden, weight, bias, A and B before their conversion.
 
     Args:
         main_grad: the tensor to which weight's gradient is added, or None.
-        more: the operator's other arguments.
+        own: the operator's other arguments.
     """
     bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
     wide = wide_logits(op, head.logit_dtype, hidden)
@@ -328,42 +336,42 @@ def prepare(
     operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, a, b)
     logits = head.softcap or 0.0, head.logit_scale, head.temperature
     formula = LabelFormula(ignore_index, label_smoothing, *logits, z_loss, lora_scale, wide)
-    return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
+    return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), own), parameters
 
 
 def plan_within(
-    op, call: HeadCall, head: HeadOptions, weight, main_grad=None, *, more=0, **sizes
+    op, call: HeadCall, head: HeadOptions, weight, main_grad=None, *, extra_bytes=0, **sizes
 ) -> HeadPlan:
     """Plan a call that takes at most ``max_peak_mb``; see :func:`within_peak`."""
     if torch._C._are_functorch_transforms_active():  # the backward forms other gradients than are planned
         check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
-    hidden, own, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
+    hidden, matrix, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
     needs, memory, worked = call.memory.needs, call.memory, call.rows()
     if memory.valid_rows < 0 and arguments.readable(call.operands.target):  # the call counts them too
         counts = call.operands.target != call.formula.ignore_index
         worked = int((counts if counts.dim() == 1 else counts.any(-1)).sum())
     sizes = {"classes": True, "weight_dtype": weight.dtype, "main_grad": main_grad is not None} | sizes
     sizes |= {"train_hidden": needs & HIDDEN != 0, "train_weight": needs & WEIGHT != 0}
-    sizes |= {"train_bias": needs & BIAS != 0, "unit": needs & UNIT != 0, "wide": call.formula.wide_logits}
+    sizes |= {"train_bias": needs & BIAS != 0, "unit": needs & UNSCALED != 0}
     sizes |= {"lora_rank": lora_a.shape[0] if needs & (LORA_A | LORA_B) else 0, "worked": worked}
     sizes |= {"chunk_rows": memory.chunk_rows, "keep_rows": memory.keep_rows}
-    sizes["peak"] = peak_bytes(head.max_peak_mb, more)
-    return plan_of(hidden, own.shape[0], hidden.numel() // hidden.shape[-1], **sizes)
+    sizes |= {"wide": call.formula.wide_logits, "peak": peak_bytes(head.max_peak_mb, extra_bytes)}
+    return plan_of(hidden, matrix.shape[0], hidden.numel() // hidden.shape[-1], **sizes)
 
 
-def within_peak(op, call: HeadCall, head: HeadOptions, *weights, more=0, **sizes) -> HeadCall:
+def within_peak(op, call: HeadCall, head: HeadOptions, *weights, extra_bytes=0, **sizes) -> HeadCall:
     """The call, divided so that it and its backward take at most ``max_peak_mb``.
 
     Args:
         weights: weight as the caller gave it, and its main_grad if it has one.
-        more: bytes that the plan does not know.
+        extra_bytes: that the plan does not know.
         sizes: others of :func:`plan_of`.
     """
     if head.max_peak_mb is None:
         return call
-    found = plan_within(op, call, head, *weights, more=more, **sizes)
-    check_peak(op, found, more, head.max_peak_mb)
-    return call.divided(found)
+    plan = plan_within(op, call, head, *weights, extra_bytes=extra_bytes, **sizes)
+    check_peak(op, plan, extra_bytes, head.max_peak_mb)
+    return call.divided(plan)
 
 
 class _ToMainGrad(torch.autograd.Function):

@@ -31,7 +31,7 @@ class HeadOptions(NamedTuple):
         """The options of a head among those of a loss."""
         return cls(**{name: options[name] for name in cls._fields if name in options})
 
-    def of_log_prob(self) -> dict:
+    def log_prob_options(self) -> dict:
         """The options of :func:`tigon.linear_log_prob` or its reference on shifted labels."""
         others = ("shift", "position_ids", "max_workspace_mb", "max_peak_mb")
         return {name: value for name, value in self._asdict().items() if name not in others}

@@ -165,14 +165,14 @@ def check_cap(op, **caps: float | None) -> None:
             check(op, finite, name + " must be finite (or None), got {}", cap)
 
 
-def peak_bytes(max_peak_mb: float, more: int = 0) -> int:
-    """Convert a peak to bytes, without the `more` bytes that the plan does not know."""
-    return min(max(int(max_peak_mb * MIB) - more, 0), _MOST)
+def peak_bytes(max_peak_mb: float, extra_bytes: int = 0) -> int:
+    """Convert a peak to bytes, without the `extra_bytes` that the plan does not know."""
+    return min(max(int(max_peak_mb * MIB) - extra_bytes, 0), _MOST)
 
 
-def check_peak(op, found: HeadPlan, more: int, max_peak_mb) -> None:
+def check_peak(op, found: HeadPlan, extra_bytes: int, max_peak_mb) -> None:
     """Check that the peak is large enough for the call."""
-    least = -(-(found.least + more) // MIB)
+    least = -(-(found.least + extra_bytes) // MIB)
     check(op, found.least == 0, "max_peak_mb must be at least {} for this call, got {}", least, max_peak_mb)
 
 
@@ -263,21 +263,21 @@ class _PlannedCall:
         names = ("train_hidden", "train_weight", "train_bias")
         return {name: getattr(self, name) for name in names}
 
-    def memory(self, *, more: int = 0, **native) -> HeadMemory:
+    def memory(self, *, extra_bytes: int = 0, **native) -> HeadMemory:
         """Check the call and ask for its memory.
 
         Args:
-            more: bytes of the peak that the plan does not know.
+            extra_bytes: of the peak, that the plan does not know.
             native: others of :func:`plan`: ``function``, ``groups`` and fields of :class:`Sizes`.
         """
         self.check()
         given = self.sizes() | native
         if self.max_peak_mb is not None:
-            given["peak"] = peak_bytes(self.max_peak_mb, more)
-        way = {"weight_dtype": self.weight_dtype, "max_workspace_mb": self.max_workspace_mb}
+            given["peak"] = peak_bytes(self.max_peak_mb, extra_bytes)
+        given |= {"weight_dtype": self.weight_dtype, "max_workspace_mb": self.max_workspace_mb}
         shape = self.rows, self.hidden_size, self.vocab
-        found = plan(_device_type(self.device), self.dtype, *shape, **way, **given)
-        check_peak(_OP, found, more, self.max_peak_mb)
+        found = plan(_device_type(self.device), self.dtype, *shape, **given)
+        check_peak(_OP, found, extra_bytes, self.max_peak_mb)
         return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
 
 
@@ -336,11 +336,11 @@ def linear_log_prob_memory(
     """
     check_integers(_OP, least=1, labels=labels)
     keep_mb = 0 if labels > 1 else keep_mb
-    more = 4 * rows * labels if labels > 1 and dtype != torch.float64 else 0  # scores; and the results
+    extra = 4 * rows * labels if labels > 1 and dtype != torch.float64 else 0  # scores; and the results
     call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction="none", keep_mb=keep_mb, **options)
-    found = call.memory(classes=labels == 1, more=2 * more)
+    found = call.memory(classes=labels == 1, extra_bytes=2 * extra)
     return found._replace(
-        workspace=found.workspace + more, results=found.results + more, peak=found.peak + 2 * more
+        workspace=found.workspace + extra, results=found.results + extra, peak=found.peak + 2 * extra
     )
 
 

@@ -74,7 +74,7 @@ def top_k_loss(op, linear_log_prob, dtype, vocab, labels, head, d):
     counts = labels != ignore_index
     check_valid_rows(op, labels, ignore_index, head.valid_rows)
     wide = torch.promote_types(dtype, torch.float32)
-    options = head._replace(valid_rows=None, logit_dtype=None if dtype == wide else wide).of_log_prob()
+    options = head._replace(valid_rows=None, logit_dtype=None if dtype == wide else wide).log_prob_options()
     candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
     classes = torch.where(candidate, indices.long(), 0)
     if vocab is not None:
