@@ -124,10 +124,10 @@ def wrong(call: calls.Call) -> Iterator[tuple[str, str, dict[str, Any]]]:
     good = call.draw()
     for name in inspect.signature(call.function).parameters:
         given = good.get(name)
-        if call.name == bare.name or name not in bare.draw():
-            for what, value in values().items():
-                if not is_taken(call, name, value):
-                    yield name, what, good | {name: value}
+        asked = call.name == bare.name or name not in bare.draw()
+        for what, value in values().items():
+            if (asked or what == "text") and not is_taken(call, name, value):
+                yield name, what, good | {name: value}
         for place, part in places(given):
             new = values() if place else {}
             new |= changed(part) if isinstance(part, torch.Tensor) else {}
@@ -163,11 +163,12 @@ def of_no_kind(value: Any, kinds: set[str]) -> str:
 
 
 def said_of(call: calls.Call, name: str, what: str, value: Any) -> str:
-    """What is said of one of `values`, where that is known: other forms of a function may not look at it."""
+    """What is said of one of `values`, if that is known; a form of a function ignores no text either."""
     kinds = set(str(inspect.signature(call.function).parameters[name].annotation).split(" | "))
-    known = what in OF_NO_KIND and kinds <= {"None", *WORDS} and (call.name, name) not in UNUSED
+    used = (call.name, name) not in UNUSED
+    known = what in OF_NO_KIND and kinds <= {"None", *WORDS} and used
     if not known or " " in call.name.removesuffix(" with all"):
-        return ""
+        return "." if what == "text" and "str" not in kinds and used else ""
     words = of_no_kind(value, kinds)
     return words and f"{name} {words}"
 

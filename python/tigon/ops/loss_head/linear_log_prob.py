@@ -12,7 +12,7 @@ from tigon._op import Op, has_kernel
 from tigon.error import check
 from tigon.ops.arguments import called, check_booleans, check_float, check_indices, check_range
 from tigon.ops.loss_head import autograd, operands
-from tigon.ops.loss_head.labels import labels_of, shifted
+from tigon.ops.loss_head.labels import check_valid_rows, labels_of, shifted
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
@@ -205,6 +205,9 @@ def _matched(hidden, weight, target, head: HeadOptions, entropy, keep_mb):
     places = {"shift": head.shift, "position_ids": head.position_ids}
     labels = shifted(target, head.ignore_index, **places)
     check_range(_OP, "target", labels, weight.shape[0], head.ignore_index)
+    counted = _counting_rows(labels, head.ignore_index), -1
+    counted = counted if has_several_labels(hidden, target) else (labels, head.ignore_index)
+    check_valid_rows(_OP, *counted, head.valid_rows)
     wide = operands.wide_logits(_OP, head.logit_dtype, hidden)
     value = vllm_log_prob(hidden, weight, labels, head, wide)
     trained = any(t is not None and t.requires_grad for t in (hidden, weight, head.bias))
