@@ -6,6 +6,7 @@ from checks import bits, check_close, refusals, refused
 from torch.utils.checkpoint import checkpoint
 
 import tigon
+from tigon.ops import experts as layers
 from tigon.ops import grouped_gemm as ops
 
 T, H, I, E, K, R = 23, 32, 24, 6, 3, 5
@@ -183,7 +184,7 @@ def test_matmuls_of_the_backward(monkeypatch, wanted, matmuls, gradients):
     leaves, calls = layer(), []
     for name in ("matmul", "weight_gradient"):
         function = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, n=name, f=function: (calls.append(n), f(*a))[1])
+        monkeypatch.setattr(ops, name, lambda *a, n=name, f=function, **kw: (calls.append(n), f(*a, **kw))[1])
     leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
     y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), chosen(), leaves["weights"])
     calls.clear()
@@ -270,9 +271,9 @@ def adapted_step(leaves, ids, frozen=("gate_up", "down"), run=tigon.experts, dy=
 def passes_of(monkeypatch):
     """Counts the passes that run."""
     calls = []
-    for name in ("_adapter_pass", "_gate_pass"):
-        run = getattr(ops, name)
-        monkeypatch.setattr(ops, name, lambda *a, n=name, f=run: (calls.append(n), f(*a))[1])
+    for name in ("_adapter_pass", "_native_gate_pass"):
+        run = getattr(layers, name)
+        monkeypatch.setattr(layers, name, lambda n=name, f=run, **given: (calls.append(n), f(**given))[1])
     return calls
 
 
@@ -290,9 +291,9 @@ def test_passes_over_rows_of_the_backward(monkeypatch, shape):
     exact = adapted_step({n: t.double() for n, t in leaves.items()}, ids)
     calls = passes_of(monkeypatch)
     got = adapted_step(leaves, ids)
-    assert calls == ["_adapter_pass", "_gate_pass"]
+    assert calls == ["_adapter_pass", "_native_gate_pass"]
     assert_same(adapted_step(leaves, ids), got)
-    monkeypatch.setattr(ops, "pass_fits", lambda *_: False)
+    monkeypatch.setattr(layers, "_pass_fits", lambda *_: False)
     general = adapted_step(leaves, ids)
     assert len(calls) == 4
     for name in got:
@@ -372,9 +373,9 @@ def test_every_way_to_multiply(monkeypatch, transposed, odd):
 
     exact = step({n: t.double() for n, t in leaves.items()}, ids, run)
     native = step(leaves, ids, run)
-    for ways in (("grouped_matmul", "grouped_weight_gradient"), ("each_matmul", "each_weight_gradient")):
+    for ways in (("grouped_matmul", "grouped_weight_gradient"), ("looped_matmul", "looped_weight_gradient")):
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "own_fits", lambda *_: False)
+            patch.setattr(ops, "native_fits", lambda *_: False)
             for name, way in zip(("grouped_matmul", "grouped_weight_gradient"), ways, strict=True):
                 patch.setattr(ops, name, getattr(ops, way))
             got = step(leaves, ids, run)
@@ -385,9 +386,9 @@ def test_every_way_to_multiply(monkeypatch, transposed, odd):
 
 def test_where_grouped_mm_has_a_kernel():
     offsets, rows = torch.zeros(1024, dtype=torch.int32), torch.zeros(8, 16, dtype=torch.bfloat16)
-    assert ops.grouped_fits(offsets, rows)
-    assert not ops.grouped_fits(offsets, rows.half())
-    assert not ops.grouped_fits(torch.zeros(1025, dtype=torch.int32), rows)
+    assert ops.grouped_mm_fits(rows, offsets)
+    assert not ops.grouped_mm_fits(rows.half(), offsets)
+    assert not ops.grouped_mm_fits(rows, torch.zeros(1025, dtype=torch.int32))
     for t in (rows[:, 3:], rows.flatten()[1:17].view(2, 8), rows.new_ones(2, 12, 5)):
         whole = ops._whole(t)
         assert (
@@ -398,7 +399,7 @@ def test_where_grouped_mm_has_a_kernel():
 
 def test_where_the_own_matmul_fits(monkeypatch):
     def fits(rows, stack, dtype=torch.bfloat16):
-        return ops.own_fits(*(torch.empty(shape, dtype=dtype, device="meta") for shape in (rows, stack)))
+        return ops.native_fits(*(torch.empty(shape, dtype=dtype, device="meta") for shape in (rows, stack)))
 
     monkeypatch.setattr(ops, "has_matmul_kernels", lambda _: True)
     assert fits((5, 16), (4, 24, 16)) and fits((5, 16), (4, 24, 16), torch.float16)
@@ -420,7 +421,7 @@ def test_gated_matmul_is_its_pieces(dtype, device, columns, gathered):
     act = ops._gate(z, bias, offsets, 0, columns, 1.0, 1.0)
     for keep in (False, True):
         way = (x, order, place) if gathered else (rows, None, None)
-        unit = ops.Unit(0, columns, False, 1.0, 1.0)
+        unit = ops.GatedUnit(0, columns, False, 1.0, 1.0)
         kept, got = ops.gated_matmul(*way, stack, bias, offsets, unit, keep)
         torch.testing.assert_close(got, act)
         assert torch.equal(kept, z) or (not keep and kept.numel() == 0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tigon.error import check
 
 
-class Replacement(NamedTuple):
+class ForeignReplacement(NamedTuple):
     """A function of Tigon for an attribute of a module or class."""
 
     owner: Any
@@ -28,7 +28,7 @@ def parameters_of(function: Any) -> list[str]:
     return [] if function is None else list(inspect.signature(function).parameters)
 
 
-def install(op: str, replacements: Iterable[Replacement]) -> None:
+def install(op: str, replacements: Iterable[ForeignReplacement]) -> None:
     """Make replacements that are not installed; an error is raised before the first one."""
     missing = [r for r in replacements if not r.is_installed()]
     for r in missing:
@@ -38,7 +38,7 @@ def install(op: str, replacements: Iterable[Replacement]) -> None:
         setattr(r.owner, r.name, r.ours)
 
 
-def uninstall(replacements: Iterable[Replacement]) -> None:
+def uninstall(replacements: Iterable[ForeignReplacement]) -> None:
     """Restore what the installed ones have replaced."""
     for r in replacements:
         if r.is_installed():

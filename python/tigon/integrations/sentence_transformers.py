@@ -21,7 +21,7 @@ import torch
 import tigon
 from tigon.error import refuse
 from tigon.integrations import replacing
-from tigon.integrations.replacing import Replacement, parameters_of
+from tigon.integrations.replacing import ForeignReplacement, parameters_of
 from tigon.ops.loss_head.contrastive import guides, limits, normalized, statistics
 from tigon.ops.loss_head.operands import autocast
 
@@ -212,7 +212,7 @@ METHODS = {
 }
 
 
-def _replacements() -> list[Replacement]:
+def _replacements() -> list[ForeignReplacement]:
     try:
         losses = importlib.import_module(LOSSES)
     except ImportError as error:
@@ -221,7 +221,7 @@ def _replacements() -> list[Replacement]:
     for name, (method, wanted, ours) in METHODS.items():
         loss, words = getattr(losses, name), f"{name}.{method} must take {{}} (6.2), got {{}}"
         present = parameters_of(getattr(loss, method, None))
-        found.append(Replacement(loss, method, ours, present, wanted.split(), words))
+        found.append(ForeignReplacement(loss, method, ours, present, wanted.split(), words))
     return found
 
 

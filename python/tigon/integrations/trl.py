@@ -24,7 +24,7 @@ from tigon._dtensor import PLAIN
 from tigon._op import graph_is_kept, once
 from tigon.error import Error, refuse
 from tigon.integrations import replacing
-from tigon.integrations.replacing import Replacement, parameters_of
+from tigon.integrations.replacing import ForeignReplacement, parameters_of
 from tigon.integrations.transformers.forward import BELOW
 from tigon.ops.loss_head.operands import TrainedCalls, autocast
 
@@ -306,7 +306,7 @@ def fuses(model: nn.Module) -> bool:
     return False
 
 
-def _replacements(patched=None, loaded: bool = False) -> Iterator[Replacement]:
+def _replacements(patched=None, loaded: bool = False) -> Iterator[ForeignReplacement]:
     """Those of the places of this release, or of the imported ones."""
     for name, (kind, parameters) in HEADS.items():
         for place in PLACES[name]:
@@ -316,7 +316,7 @@ def _replacements(patched=None, loaded: bool = False) -> Iterator[Replacement]:
                 if present is not None:
                     ours = present if isinstance(present, kind) else kind(present, patched)
                     names = parameters_of(ours.original.forward)[1:]
-                    yield Replacement(module, name, ours, names, parameters, _words())
+                    yield ForeignReplacement(module, name, ours, names, parameters, _words())
 
 
 def _words() -> str:

@@ -20,7 +20,7 @@ import torch
 import tigon
 from tigon._dtensor import PLAIN
 from tigon.integrations import replacing
-from tigon.integrations.replacing import Replacement, parameters_of
+from tigon.integrations.replacing import ForeignReplacement, parameters_of
 
 KERNEL = "verl.utils.kernel.linear_cross_entropy"
 TORCH = "verl.utils.experimental.torch_functional"
@@ -64,7 +64,7 @@ def _ppo_forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0)
     return log_prob, entropy.to(hidden_states.dtype)
 
 
-def _replacements() -> list[Replacement]:
+def _replacements() -> list[ForeignReplacement]:
     """One for every module of verl that has the function under its name, one for the module."""
     kernel, fused = (importlib.import_module(name) for name in (KERNEL, TORCH))
     present, ppo = kernel.linear_cross_entropy, fused.FusedLinearForPPO
@@ -73,9 +73,9 @@ def _replacements() -> list[Replacement]:
     words = "verl's {} must take {{}} (0.9), got {{}}"
     row = ("linear_cross_entropy", head, names, PARAMETERS, words.format("LinearCrossEntropy"))
     holders = [module for name, module in list(sys.modules.items()) if name.startswith("verl.")]
-    found = [Replacement(module, *row) for module in holders if vars(module).get(row[0]) is present]
+    found = [ForeignReplacement(module, *row) for module in holders if vars(module).get(row[0]) is present]
     row = ("forward", _ppo_forward, parameters_of(ppo.forward), FORWARD, words.format("FusedLinearForPPO"))
-    return [*found, Replacement(ppo, *row)]
+    return [*found, ForeignReplacement(ppo, *row)]
 
 
 def install() -> None:

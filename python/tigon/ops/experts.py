@@ -18,7 +18,7 @@ from tigon._load import native
 from tigon._op import define, has_kernel, paired
 from tigon.error import check, refuse
 from tigon.ops import arguments, grouped_gemm
-from tigon.ops.grouped_gemm import Addend, Unit
+from tigon.ops.grouped_gemm import Addend, GatedUnit
 
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
@@ -117,7 +117,7 @@ def _pass_fits(rows, t, most=2048) -> bool:
     """Whether one native pass over rows of the backward takes an adapter whose rows are t."""
     columns = rows.shape[1]
     fits = rows.is_cuda and rows.dtype == torch.bfloat16 and columns % 16 == 0 and columns <= most
-    return fits and 0 < t.shape[1] <= 16 and grouped_gemm.own_fits(rows, t)
+    return fits and 0 < t.shape[1] <= 16 and grouped_gemm.native_fits(rows, t)
 
 
 def _columns(rank: int) -> int:
@@ -136,7 +136,7 @@ def _packed(matrices, scale, dtype, *, rank_dim):
     return out
 
 
-class Adapter(NamedTuple):
+class ExpertAdapter(NamedTuple):
     """Low-rank matrices of every expert: rows are multiplied by the first ones, then by the second ones."""
 
     first: torch.Tensor | None  # [E, r, in]; None: there is no adapter
@@ -144,11 +144,11 @@ class Adapter(NamedTuple):
     first_scale: float
     second_scale: float
 
-    def transposed(self) -> Adapter:
+    def transposed(self) -> ExpertAdapter:
         """The adapter of the backward: b comes first."""
         if self.first is None or self.second is None:
             return self
-        return Adapter(self.second.mT, self.first.mT, self.second_scale, self.first_scale)
+        return ExpertAdapter(self.second.mT, self.first.mT, self.second_scale, self.first_scale)
 
     def packed_first(self, dtype):
         return _packed(self.first, self.first_scale, dtype, rank_dim=1)
@@ -173,7 +173,7 @@ def _adapter_gradient(t, rows, offsets, *, like, is_b, scale=1.0, order=None, pl
     """``scale t_e^T rows_e`` of every expert: the gradient of `like`, a or b, in its order of memory."""
     out = torch.empty_like(like)
     matrices = out.mT if is_b else out
-    if grouped_gemm.own_fits(rows, t):
+    if grouped_gemm.native_fits(rows, t):
         _gradient(t, rows, offsets, order=order, place=place, scale=scale, out=matrices)
     else:
         rows = rows.contiguous() if order is None else _gather(rows, place)
@@ -208,16 +208,16 @@ class _Layer:
     """What the arguments of the forward and of the backward tell together."""
 
     @property
-    def unit(self) -> Unit:
-        return Unit(self.kind, self.columns, self.transposed, self.alpha, self.limit)
+    def unit(self) -> GatedUnit:
+        return GatedUnit(self.kind, self.columns, self.transposed, self.alpha, self.limit)
 
     @property
-    def gate_up_adapter(self) -> Adapter:
-        return Adapter(self.gate_up_a, self.gate_up_b, 1.0, self.gate_up_scale)
+    def gate_up_adapter(self) -> ExpertAdapter:
+        return ExpertAdapter(self.gate_up_a, self.gate_up_b, 1.0, self.gate_up_scale)
 
     @property
-    def down_adapter(self) -> Adapter:
-        return Adapter(self.down_a, self.down_b, 1.0, self.down_scale)
+    def down_adapter(self) -> ExpertAdapter:
+        return ExpertAdapter(self.down_a, self.down_b, 1.0, self.down_scale)
 
 
 class _Inputs(_Layer, _arguments("_Inputs", _INPUTS)):
@@ -301,7 +301,7 @@ def _layer_backward(*arguments, in_place=False):
         a = a._replace(order=None, place=None)
     dy = a.dy if a.down_b is None else a.dy.contiguous()
     # What is passed over does not depend on which gradients of adapters are needed, so that no bit does.
-    passes = _pass_fits(dy, a.down_t) and grouped_gemm.own_fits(dy, a.down)
+    passes = _pass_fits(dy, a.down_t) and grouped_gemm.native_fits(dy, a.down)
     passes = passes and (a.need_dact or a.need_ddown_a or a.need_ddown_b)
     g, down_dt = _rows_pass(a, dy, found) if passes else _dy_rows(a, dy)
     del dy
@@ -351,7 +351,7 @@ def _dy_rows(a: _Backward, dy):
         return g, None
     # The kernel of few columns reads the rows of dy in any order, and those are fewer than g's.
     is_narrow = a.down_b is not None and a.down_b.shape[2] <= 32 and g.dtype == torch.bfloat16
-    if is_narrow and grouped_gemm.own_fits(dy, a.down):
+    if is_narrow and grouped_gemm.native_fits(dy, a.down):
         return g, a.down_adapter.transposed().lower(dy, a.offsets, a.order, a.place)
     return g, a.down_adapter.transposed().lower(g, a.offsets)
 
@@ -376,7 +376,7 @@ def _gate_pass_fits(a: _Backward, dact, down_dt) -> bool:
     """Whether :func:`_gate_pass` takes the call: SwiGLU of frozen experts whose adapters have one rank."""
     has_bias = a.gate_up_bias is not None or a.down_bias is not None
     fits = not (has_bias or a.need_ddown) and (a.kind, a.columns) == (KINDS["silu"], _HALVES)
-    fits = fits and _pass_fits(dact, a.gate_up_t, 768) and grouped_gemm.own_fits(a.gate_up_rows, down_dt)
+    fits = fits and _pass_fits(dact, a.gate_up_t, 768) and grouped_gemm.native_fits(a.gate_up_rows, down_dt)
     return fits and a.gate_up_t.shape[1] == down_dt.shape[1]
 
 

@@ -21,7 +21,7 @@ _matmul, _weight_gradient = native("experts_matmul"), native("experts_weight_gra
 _gated_matmul = native("experts_gated_matmul")
 
 
-def own_fits(rows, other) -> bool:
+def native_fits(rows, other) -> bool:
     """Whether the native matmuls take these: on CUDA 16-bit rows of whole 16-byte vectors, on sm_90."""
     if rows.is_cpu:
         return True
@@ -31,7 +31,7 @@ def own_fits(rows, other) -> bool:
     return all(aligned) and all(n % 8 == 0 for t in (rows, other) for n in t.shape[1:])
 
 
-def grouped_fits(offsets, rows) -> bool:
+def grouped_mm_fits(rows, offsets) -> bool:
     """Whether ``grouped_mm`` has a kernel for these."""
     return rows.dtype == torch.bfloat16 and offsets.numel() <= 1024
 
@@ -56,7 +56,7 @@ def grouped_weight_gradient(a, b, offsets):
     return out[:, : a.shape[1], : b.shape[1]].contiguous()
 
 
-def each_matmul(rows, stack, offsets, transposed):
+def looped_matmul(rows, stack, offsets, transposed):
     """:func:`matmul` expert by expert; waits for the device."""
     out = rows.new_empty(rows.shape[0], stack.shape[2 if transposed else 1])
     ends, alike = offsets.tolist(), is_deterministic()  # PyTorch chooses a kernel by the number of rows
@@ -71,7 +71,7 @@ def each_matmul(rows, stack, offsets, transposed):
     return out
 
 
-def each_weight_gradient(a, b, offsets):
+def looped_weight_gradient(a, b, offsets):
     """:func:`weight_gradient` expert by expert; waits for the device."""
     ends = offsets.tolist()
     out = a.new_empty(len(ends) - 1, a.shape[1], b.shape[1])
@@ -81,10 +81,10 @@ def each_weight_gradient(a, b, offsets):
 
 
 class Addend(NamedTuple):
-    """Other rows and another stack of the same layout, whose matmul :func:`matmul` adds."""
+    """What :func:`matmul` adds: the matmul of other rows and another stack of the same layout."""
 
-    t: torch.Tensor | None = None
-    b: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+    stack: torch.Tensor | None = None
 
 
 _NO_ADDEND = Addend()
@@ -96,15 +96,16 @@ def matmul(rows, stack, offsets, transposed, addend=_NO_ADDEND, order=None, plac
     Args:
         order, place: the rows of the experts are those of `rows` in this order, if given.
     """
-    if own_fits(rows, stack):
-        return _matmul(rows, stack, offsets, transposed, order=order, place=place, t=addend.t, b=addend.b)
+    if native_fits(rows, stack):
+        added = {"t": addend.rows, "b": addend.stack}
+        return _matmul(rows, stack, offsets, transposed, order=order, place=place, **added)
     rows = rows.contiguous() if order is None else _gather(rows, place)
-    run = grouped_matmul if grouped_fits(offsets, rows) else each_matmul
+    run = grouped_matmul if grouped_mm_fits(rows, offsets) else looped_matmul
     y = run(rows, stack, offsets, transposed)
-    return y if addend.t is None else y.add_(run(addend.t, addend.b, offsets, transposed))
+    return y if addend.rows is None else y.add_(run(addend.rows, addend.stack, offsets, transposed))
 
 
-class Unit(NamedTuple):
+class GatedUnit(NamedTuple):
     """The gated unit, and the layout of the matrices."""
 
     kind: int
@@ -116,15 +117,15 @@ class Unit(NamedTuple):
 
 def gated_matmul(x, order, place, stack, bias, offsets, unit, keep, addend=_NO_ADDEND):
     """Rows of x (in `order`, if given) times gate_up, empty unless kept; and the gated unit."""
-    if own_fits(x, stack):
+    if native_fits(x, stack):
         operands = {"stack": stack, "bias": bias, "offsets": offsets, "keep": keep}
-        return _gated_matmul(x, order, place, **operands, **unit._asdict(), t=addend.t, b=addend.b)
+        return _gated_matmul(x, order, place, **operands, **unit._asdict(), t=addend.rows, b=addend.stack)
     z = matmul(x, stack, offsets, unit.transposed, addend, order, place)
     return z, _gate(z, bias, offsets, unit.kind, unit.columns, unit.alpha, unit.limit)
 
 
 def weight_gradient(a, b, offsets):
     """``a_e^T b_e`` of the rows of every expert e; zeros if it has none."""
-    if own_fits(a, b):
+    if native_fits(a, b):
         return _weight_gradient(a, b, offsets)
-    return (grouped_weight_gradient if grouped_fits(offsets, a) else each_weight_gradient)(a, b, offsets)
+    return (grouped_weight_gradient if grouped_mm_fits(a, offsets) else looped_weight_gradient)(a, b, offsets)

@@ -30,7 +30,7 @@ from tigon.integrations.transformers.forward import (
     plain,
     stock,
 )
-from tigon.integrations.transformers.mlp import FUSED, fused_activation, known_activation, product
+from tigon.integrations.transformers.mlp import FUSED, fused_activation, gated_unit, known_activation
 from tigon.integrations.transformers.patterns.mlp import BATCHED_EXPERTS, EXPERT_GATES
 from tigon.integrations.transformers.recognition import Match, Structure, recognise
 from tigon.ops.experts import KINDS, experts, grouped_mlp
@@ -170,7 +170,7 @@ def gate_forward(module: nn.Module, spec: ExpertsSpec, gate_up):
         return getattr(type(module), GATE)(module, gate_up)
     limit = None if spec.limit is None else getattr(module, spec.limit)
     if spec.activation is not None:
-        return product(spec.activation, gate_up, None, limit=limit, after=spec.clamp_after)
+        return gated_unit(spec.activation, gate_up, None, limit=limit, after=spec.clamp_after)
     alpha = getattr(module, spec.alpha)
     if not spec.halves:
         return swiglu_oai(gate_up, alpha=alpha, limit=limit)
@@ -186,7 +186,7 @@ def batched_forward(module: nn.Module, spec: ExpertsSpec, hidden):
         return stock(module, hidden)
     size = getattr(module, spec.size)
     gate_up = torch.bmm(hidden.view(gate_up_weight.shape[0], -1, size), gate_up_weight)
-    return torch.bmm(product(spec.activation, gate_up, None), down_weight).view(-1, size)
+    return torch.bmm(gated_unit(spec.activation, gate_up, None), down_weight).view(-1, size)
 
 
 def run_batched(module: nn.Module, spec: ExpertsSpec, hidden, adapters: dict[str, tuple]):

@@ -57,7 +57,7 @@ FUSED = {
 }
 
 
-def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0, limit=None, after=False):
+def gated_unit(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0, limit=None, after=False):
     """Compute act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves.
 
     With a limit the gate is clamped above, before or after act, and up on both sides.
@@ -78,7 +78,7 @@ def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0, limi
     up = up.clamp(min=-limit, max=limit)
     if after:
         return act(gate).clamp(max=limit) * up
-    return product(activation, gate.clamp(max=limit), up)
+    return gated_unit(activation, gate.clamp(max=limit), up)
 
 
 def fused_activation(module: nn.Module, name: str) -> tuple[str | None, str | None]:
@@ -164,10 +164,10 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     if spec.gate_multiplier is not None:
         before, after = read(module, spec.gate_multiplier, spec.down_multiplier)
         if intact(down, LINEAR) and down.bias is None:  # linear: the factor may come before it
-            return spec.ledger.project(down, product(spec.activation, gate, up, before, after))
-        return spec.ledger.project(down, product(spec.activation, gate, up, before)) * after
+            return spec.ledger.project(down, gated_unit(spec.activation, gate, up, before, after))
+        return spec.ledger.project(down, gated_unit(spec.activation, gate, up, before)) * after
     limit = None if spec.limit is None else getattr(module, spec.limit)
-    inner = product(spec.activation, gate, up, limit=limit, after=spec.clamp_after)
+    inner = gated_unit(spec.activation, gate, up, limit=limit, after=spec.clamp_after)
     if spec.middle is not None:
         inner = getattr(module, spec.middle)(inner)
     if spec.cast and isinstance(down.weight, torch.Tensor) and down.weight.dtype != torch.int8:
