@@ -13,7 +13,7 @@ import tigon
 from conftest import poisoned
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.linear_cross_entropy import reference
-from tigon.ops.loss_head.plan import plan
+from tigon.ops.loss_head.plan import Sizes, plan, with_head
 
 
 def test_float16_gradients_survive_a_large_count(device):
@@ -99,10 +99,12 @@ def test_gradient_of_a_wider_weight_is_rounded_to_its_own_dtype():
 
 
 def test_default_chunk():
-    bf16 = torch.bfloat16
+    def chunk_rows(rows, hidden, vocab, dtype=torch.bfloat16, **sizes):
+        states = torch.empty(0, hidden, dtype=dtype)
+        return plan(with_head(Sizes(), states, vocab, rows)._replace(**sizes)).chunk_rows
 
-    def cuda(rows, hidden, vocab, dweight=True, dtype=bf16, **more):
-        return plan("cuda", dtype, rows, hidden, vocab, train_weight=dweight, **more).chunk_rows
+    def cuda(*sizes, dweight=True, **more):
+        return chunk_rows(*sizes, cuda=True, train_weight=dweight, **more)
 
     assert cuda(8192, 4096, 128256) == 8192  # one chunk: no f32 sum, no cast
     assert cuda(32768, 4096, 128256) == 4096
@@ -111,8 +113,8 @@ def test_default_chunk():
     assert cuda(8192, 4096, 128256, dweight=False, lean=0) == 2048
     assert cuda(16384, 1024, 32000) == 8192
     assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
-    assert plan("cpu", bf16, 0, 64, 100, train_weight=True).chunk_rows == 1
-    assert plan("cpu", bf16, 3000, 64, 100, train_weight=True).chunk_rows == 1024
+    assert chunk_rows(0, 64, 100, train_weight=True) == 1
+    assert chunk_rows(3000, 64, 100, train_weight=True) == 1024
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 13, 16])

@@ -360,4 +360,4 @@ def test_names_of_the_native_side():
     sizes = head_plan.native_names("tigon_loss_head_size_names")
     assert sizes["cap"] == -1 and sizes["copies"] == 2 and sizes["dtype"] == head_plan._CODES[torch.bfloat16]
     with pytest.raises(TypeError, match="no_size"):
-        head_plan.plan("cpu", torch.float32, 4, 8, 16, no_size=1)
+        head_plan.Sizes(no_size=1)

@@ -20,7 +20,7 @@ from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
 from tigon.ops.loss_head.linear_log_prob import has_several_labels
 from tigon.ops.loss_head.operands import LabelFormula
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_keep
+from tigon.ops.loss_head.plan import Sizes, check_keep, limit_bytes, padded, with_head
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.cross_entropy import check_eager, check_layout, take_class_weight
 from tigon.parallel.plan import choose, count, counting
@@ -235,27 +235,27 @@ class HeadResults(NamedTuple):
 
 
 def _choose(call: GivenCall, checked: _Checked, rows: Rows, hidden, sp_size: int, *, listed, scaled):
-    """:func:`choose` for the computed rows of a sequence shard."""
-    shards, weight, lora_a = rows.shards, checked.parameters.weight, checked.parameters.lora_a
-    return choose(
-        call.op,
-        hidden,
-        call.head,
-        sp_size=sp_size,
-        widest=shards.widest,
-        keep_mb=call.options.keep_mb,
-        recomputes=call.options.entropy or call.several_labels(),
-        statistics=4 * rows.per_row() * (1 + shards.size),  # this process's, and those of all
-        listed=listed,
-        scaled=scaled,
-        wide=checked.wide,
-        weight_dtype=weight.dtype,
-        train_hidden=checked.needs & operands.HIDDEN != 0,
-        train_weight=checked.needs & operands.WEIGHT != 0,
-        train_bias=checked.needs & operands.BIAS != 0,
-        main_grad=checked.main_grad is not None,
-        lora_rank=0 if lora_a is None else lora_a.shape[0],
+    """:func:`choose` for the computed rows of a sequence shard.
+
+    Args:
+        listed, scaled: the rows are copies; those of a chunk are copied once more.
+    """
+    shards, head, (weight, _, lora_a, _) = rows.shards, call.head, checked.parameters
+    widest = max(shards.widest, 1)
+    # This process's statistics and those of all, and logits of both precisions.
+    row = 4 * rows.per_row() * (1 + shards.size) + 4 * padded(widest) * checked.wide
+    sizes = Sizes(
+        chunk_rows=head.chunk_rows or 0,
+        cap=limit_bytes(head.max_workspace_mb),
+        copies=3 * (sp_size > 1) + scaled,  # a gathered chunk, the next one, and gradients being reduced
+        row=row,
+        fixed=2 * sp_size * hidden.numel() * hidden.element_size() * listed,
+        lean=False,  # fewer rows would be more exchanges
     )
+    sizes = operands.with_needs(sizes, checked.needs, lora_a, checked.main_grad)
+    sizes = with_head(sizes, hidden, widest, sp_size * hidden.shape[0])
+    dtypes, recomputes = (hidden.dtype, weight.dtype), call.options.entropy or call.several_labels()
+    return choose(call.op, head, sizes, dtypes, sp_size, keep_mb=call.options.keep_mb, recomputes=recomputes)
 
 
 def run(call: GivenCall, result: str = "loss") -> HeadResults:

@@ -14,7 +14,7 @@ from tigon.ops.loss_head.driver import Chunk, Part
 from tigon.ops.loss_head.labels import check_count, known_rows, shifted
 from tigon.ops.loss_head.linear_loss import list_rows
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import MIB, check_fits, padded, plan_of
+from tigon.ops.loss_head.plan import MIB, HeadPlan, Sizes, check_fits, padded, plan
 
 _LEAST_PART = 1024  # rows that a matmul on CUDA needs for full speed
 _ALIGNED = 128
@@ -48,69 +48,42 @@ def divide(rows: int, chunk: int, sp_size: int, *, exchanges: bool, on_cuda: boo
     return chunks
 
 
-def choose(
-    op,
-    hidden,
-    head: HeadOptions,
-    *,
-    sp_size,
-    widest,
-    keep_mb,
-    recomputes,
-    statistics,
-    listed,
-    scaled,
-    wide,
-    weight_dtype,
-    **sizes,
-) -> tuple[int, bool]:
+def choose(op, head: HeadOptions, sizes: Sizes, dtypes, sp_size, *, keep_mb, recomputes) -> tuple[int, bool]:
     """Choose the rows of a chunk, of all processes, and whether the gradients of all logits are kept.
 
     Args: the same in all processes.
-        hidden: the computed rows of a sequence shard.
+        sizes: of all sequence shards and of the widest shard of the vocabulary.
+        dtypes: of hidden and weight.
         sp_size: the number of sequence shards; 1 without sequence parallelism.
-        widest: columns of the widest shard of the vocabulary.
         recomputes: the backward computes the logits again, so none are kept.
-        statistics: bytes of a row.
-        listed, scaled: the rows are copies; those of a chunk are copied once more.
-        wide: their logits are float32 too.
-        sizes: others of :func:`plan`.
     """
-    itemsize, widest, cap = hidden.dtype.itemsize, max(widest, 1), head.max_workspace_mb
-    rows, asked = sp_size * hidden.shape[0], head.chunk_rows or 0
-    if hidden.is_cuda and sizes["train_weight"] and not asked and rows > 0:
+    rows, asked, cap = sizes.rows, sizes.chunk_rows, head.max_workspace_mb
+    logits = rows * padded(sizes.vocab) * dtypes[0].itemsize
+    if sizes.cuda and sizes.train_weight and not asked and rows > 0:
         # A chunk more reads and writes the weight's gradient once more, and its exchanges are less hidden.
-        chunks = -(-rows * padded(widest) * itemsize // _MOST_LOGITS)
+        chunks = -(-logits // _MOST_LOGITS)
         asked = max(-(-rows // chunks // _ALIGNED) * _ALIGNED, _LEAST_PART)
-    # Sequence shards take a gathered chunk, the next one, and gradients being reduced. Logits of both
-    # precisions are counted.
-    sizes |= {"copies": 3 * (sp_size > 1) + scaled, "row": statistics + 4 * padded(widest) * wide}
-    sizes |= {"fixed": 2 * rows * hidden.shape[-1] * itemsize * listed, "chunk_rows": asked}
-    sizes["lean"] = 0  # fewer rows would be more exchanges
-    found = plan_of(hidden, widest, rows, max_workspace_mb=cap, **sizes)
+    found = plan(sizes._replace(chunk_rows=asked))
     if cap is not None and rows > 0:
         check_fits(op, found, sp_size, "one row of every share", cap)
     chunk = max(min(found.chunk_rows, rows), 1)
     if head.max_peak_mb is not None and rows > 0:
-        layout = {"rows": rows, "sp_size": sp_size, "widest": widest, "weight_dtype": weight_dtype}
-        bounds = {"max_peak_mb": head.max_peak_mb, "most_rows": chunk}
-        chunk = _within(op, found, hidden, **bounds, **layout, sizes=sizes)
+        chunk = _within(op, found, chunk, head.max_peak_mb, sizes, dtypes, sp_size)
         keep_mb = None
     if recomputes:  # a gradient of the entropies is not a multiple of the kept one
         return chunk, False
-    if keep_mb is None:
-        return chunk, chunk >= rows
-    return chunk, rows * padded(widest) * itemsize <= keep_mb * MIB
+    return chunk, chunk >= rows if keep_mb is None else logits <= keep_mb * MIB
 
 
-def _within(op, found, hidden, *, max_peak_mb, most_rows, rows, sp_size, widest, weight_dtype, sizes) -> int:
+def _within(op, found: HeadPlan, most_rows, max_peak_mb, sizes: Sizes, dtypes, sp_size) -> int:
     """Find the rows of a chunk, at most `most_rows`, such that no process takes more than ``max_peak_mb``."""
-    size, itemsize, rank = hidden.shape[-1], hidden.dtype.itemsize, sizes["lora_rank"]
-    weights = widest * size * (sizes["train_weight"] and not sizes["main_grad"])
-    others = hidden.numel() * itemsize * sizes["train_hidden"]
-    others += 4 * (widest * sizes["train_bias"] + rank * (size + widest))
-    others += widest * size * itemsize * (weight_dtype != hidden.dtype)
-    narrow = weight_dtype == hidden.dtype == torch.bfloat16  # of one chunk, as ShardPass forms it
+    rows, size, widest, (dtype, weight_dtype) = sizes.rows, sizes.hidden, sizes.vocab, dtypes
+    itemsize = dtype.itemsize
+    weights = widest * size * (sizes.train_weight and not sizes.main_grad)
+    others = rows // sp_size * size * itemsize * sizes.train_hidden
+    others += 4 * (widest * sizes.train_bias + sizes.lora_rank * (size + widest))
+    others += widest * size * itemsize * (weight_dtype != dtype)
+    narrow = weight_dtype == dtype == torch.bfloat16  # of one chunk, as ShardPass forms it
     cast = weights * weight_dtype.itemsize * (weight_dtype != torch.float32)
 
     def peak(of_chunk):

@@ -33,7 +33,7 @@ from tigon.ops.loss_head.operands import (
     Operands,
     own_arguments,
 )
-from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan_of, rows_within
+from tigon.ops.loss_head.plan import AUTOMATIC, Sizes, padded, plan, rows_within, with_head
 
 OP = "linear_cross_entropy"
 PLACES = {name: Operands._fields.index(name) for name in NEEDS}
@@ -48,9 +48,10 @@ def only_hidden(needs):
 # Shapes for fake tensors. A symbolic size is compared, and fixed only if a part of the rows is kept.
 
 
-def _plan(call: HeadCall, rows, **sizes):
-    sizes |= {"train_weight": call.memory.needs & WEIGHT != 0, "chunk_rows": call.memory.chunk_rows}
-    return plan_of(call.operands.hidden, call.operands.weight.shape[0], rows, **sizes)
+def _plan(call: HeadCall, rows, sizes: Sizes):
+    train_weight, chunk_rows = call.memory.needs & WEIGHT != 0, call.memory.chunk_rows
+    sizes = sizes._replace(train_weight=train_weight, chunk_rows=chunk_rows)
+    return plan(with_head(sizes, call.operands.hidden, call.operands.weight.shape[0], rows))
 
 
 def _dweight_dtype(call: HeadCall, kept):
@@ -63,7 +64,7 @@ def _dweight_dtype(call: HeadCall, kept):
     if kept is not None and (kept.shape[0] < rows or not (call.memory.chunk_rows or needs & LOGITS)):
         fits = kept.shape[0] >= rows
     else:
-        fits = rows <= _plan(call, 0).whole_rows
+        fits = rows <= _plan(call, 0, Sizes()).whole_rows
     return hidden.dtype if fits else torch.float32
 
 
@@ -104,9 +105,10 @@ def empty_kept(call: HeadCall):
     if only_hidden(needs) or most == 0:
         kept = 0
     elif most == AUTOMATIC:
-        kept = rows if rows <= _plan(call, 0, main_grad=needs & MAIN_GRAD != 0).whole_rows else 0
+        whole = _plan(call, 0, Sizes(main_grad=needs & MAIN_GRAD != 0)).whole_rows
+        kept = rows if rows <= whole else 0
     else:
-        kept = rows if rows <= most else _plan(call, rows, train_bias=True, keep_rows=most).kept
+        kept = rows if rows <= most else _plan(call, rows, Sizes(train_bias=True, keep_rows=most)).kept
     computed = needs & UNSCALED and needs & HIDDEN and (kept > 0 or only_hidden(needs))
     shape = (kept, padded(weight.shape[0])) if kept > 0 else (0,)
     return hidden.new_empty(hidden.shape if computed else (0,)), hidden.new_empty(shape)

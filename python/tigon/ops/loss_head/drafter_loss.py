@@ -20,6 +20,7 @@ from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import check_shift
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
+from tigon.ops.loss_head.plan import Sizes
 from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
@@ -368,10 +369,9 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, extra_
         **operands.divisors(d.denominator, hidden.device),
     )
     call, parameters = operands.native_call(_OP, hidden, weight, target, head, token_weight=factor, own=own)
-    sizes = target.numel() // max(base.numel(), 1), *reversed(teacher_weight.shape), draft_id is not None
-    plan_options = {"function": "tigon_drafter_loss_plan", "groups": sizes, "classes": False}
-    plan_options |= {"per_row": own.reduction == 0, "extra_bytes": extra_bytes}
-    call = operands.within_peak(_OP, call, head, weight, **plan_options)
+    steps, sizes = target.numel() // max(base.numel(), 1), Sizes(per_row=own.reduction == 0)
+    planner = "tigon_drafter_loss_plan", steps, *reversed(teacher_weight.shape), draft_id is not None
+    call = operands.within_peak(_OP, call, head, sizes, weight, planner=planner, extra_bytes=extra_bytes)
     losses, numbers = _loss.run(call, parameters, scalar=own.reduction != 0)
     overlap, counted = numbers.view(2, *target.shape)
     return losses if own.reduction else losses.view(target.shape), overlap, counted

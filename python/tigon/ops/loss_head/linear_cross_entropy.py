@@ -19,7 +19,7 @@ from tigon.ops.loss_head import autograd, operands
 from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_keep
+from tigon.ops.loss_head.plan import Sizes, check_keep
 from tigon.ops.loss_head.reference import reference, result_type
 
 _OP = autograd.OP
@@ -190,7 +190,7 @@ def linear_cross_entropy(
     )
     if not scalar:
         call = autograd.with_kept_rows(call, keep_mb, main_grad)
-    call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=not scalar)
+    call = operands.within_peak(_OP, call, head, Sizes(per_row=not scalar, classes=True), weight, main_grad)
     loss, numbers, predicted, _ = _loss.run(call, parameters, main_grad, scalar)
     loss = loss if scalar else loss.view(target.shape)
     if outputs is None:

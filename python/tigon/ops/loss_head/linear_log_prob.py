@@ -16,7 +16,7 @@ from tigon.ops.loss_head.labels import check_valid_rows, labels_of, shifted
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_keep
+from tigon.ops.loss_head.plan import Sizes, check_keep
 from tigon.ops.loss_head.reference import plain_logits
 
 _OP = "linear_log_prob"
@@ -191,8 +191,8 @@ def linear_log_prob(
     main_grad = operands.main_grad_of(_OP, weight)
     call = _native_call(hidden, weight, target, head, main_grad=main_grad, own=_own(entropy=entropy))
     call = autograd.with_kept_rows(call, 0 if many else keep_mb, main_grad, entropy)
-    sizes = {"classes": not many, "extra_bytes": 8 * target.numel() if many else 0}
-    call = operands.within_peak(_OP, call, head, weight, main_grad, per_row=True, **sizes)
+    sizes, extra_bytes = Sizes(per_row=True, classes=not many), 8 * target.numel() if many else 0
+    call = operands.within_peak(_OP, call, head, sizes, weight, main_grad, extra_bytes=extra_bytes)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is the backward's ctx
         result.grad_fn.main_grad = main_grad

@@ -27,14 +27,14 @@ from tigon.ops.loss_head.matmuls import (
 )
 from tigon.ops.loss_head.operands import NEEDS, HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, check_unbounded, padded, plan_of
+from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, Sizes, check_unbounded, padded, plan, with_head
 
 _OP = "linear_loss"
 KINDS = ("sequence", "pair")
 
 
 def _default_chunk(hidden, weight, rows, dweight):
-    return plan_of(hidden, weight.shape[0], rows, train_weight=dweight).chunk_rows
+    return plan(with_head(Sizes(train_weight=dweight), hidden, weight.shape[0], rows)).chunk_rows
 
 
 class Groups:
@@ -358,10 +358,10 @@ def _native_call(
     if call.formula.wide_logits:
         check_unbounded(_OP, head.max_peak_mb, "with logit_dtype=torch.float32")
     kept = sum(t.numel() * t.element_size() for t, needed in zip(tensors, loss.wrt, strict=True) if needed)
-    plan = operands.plan_within(_OP, call, head, weight, extra_bytes=kept, classes=False, sums=True)
-    if plan.least or (groups is not None and plan.capped and plan.chunk_rows < max(groups.sizes)):
+    found = operands.plan_within(_OP, call, head, Sizes(sums=True), weight, extra_bytes=kept)
+    if found.least or (groups is not None and found.capped and found.chunk_rows < max(groups.sizes)):
         return None
-    return call.divided(plan)
+    return call.divided(found)
 
 
 def _divisor(loss: UserLoss, device):

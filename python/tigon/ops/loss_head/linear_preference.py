@@ -21,7 +21,7 @@ from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import check_unbounded
+from tigon.ops.loss_head.plan import Sizes, check_unbounded
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
@@ -86,8 +86,8 @@ def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, group, o
     """Run an operator with its `own` arguments by name; `group`: answers that share a chunk."""
     own = loss.own(answers=labels.shape[0], **own)
     call, _ = operands.native_call(op, hidden, weight, labels, head, own=own)
-    plan_options = {"function": "tigon_linear_preference_plan", "groups": (group, labels.shape[1])}
-    call = operands.within_peak(op, call, head, weight, **plan_options)
+    planner = "tigon_linear_preference_plan", group, labels.shape[1]
+    call = operands.within_peak(op, call, head, Sizes(classes=True), weight, planner=planner)
     return loss.run(call, tuple(getattr(call.operands, name) for name in operands.NEEDS))
 
 

@@ -24,7 +24,7 @@ from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_loss import graph_leaves
 from tigon.ops.loss_head.operands import check_lora
-from tigon.ops.loss_head.plan import MIB, check_cap, check_unbounded, plan
+from tigon.ops.loss_head.plan import MIB, Sizes, check_cap, check_unbounded, plan, with_head
 
 _OP = "multi_token_loss"
 _REDUCTIONS = ("mean", "sum")
@@ -266,11 +266,14 @@ def _within_peak(hidden, heads, max_peak_mb):
     for head in heads:
         trained = head.coefficient != 0 and torch.is_grad_enabled()
         tensors = {id(t): t for t in (hidden, *head.tensors()) if trained and t.requires_grad}
-        sizes = {"train_hidden": any(id(t) in tensors for t in (hidden, *head.parameters()))}
-        sizes |= {"train_weight": id(head.weight) in tensors, "train_bias": id(head.bias) in tensors}
         vocab, size = head.weight.shape
-        sizes |= {"weight_dtype": head.weight.dtype, "classes": True, "peak": 0}
-        found = plan(hidden.device.type, hidden.dtype, rows, size, vocab, **sizes)
+        sizes = with_head(Sizes(classes=True, peak=0), hidden, vocab, rows, head.weight.dtype)._replace(
+            hidden=size,
+            train_hidden=any(id(t) in tensors for t in (hidden, *head.parameters())),
+            train_weight=id(head.weight) in tensors,
+            train_bias=id(head.bias) in tensors,
+        )
+        found = plan(sizes)
         before = sum(kept.values())
         options = head.options | {"max_peak_mb": max_peak_mb - before / MIB}
         bounded.append(head._replace(options=options))

@@ -18,13 +18,15 @@ from tigon.ops.loss_head.labels import check_shift, check_valid_rows, known_rows
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import (
     HeadPlan,
+    Sizes,
     check_cap,
     check_peak,
     check_unbounded,
     chunk_that_fits,
+    limit_bytes,
     native_names,
-    peak_bytes,
-    plan_of,
+    plan,
+    with_head,
 )
 
 GRADIENTS = ("hidden", "weight", "bias", "lora_a", "lora_b")  # the tensors that can have one, in this order
@@ -330,17 +332,27 @@ def native_call(
         token_weight = token_weight.detach().float().reshape(-1)
     chunk_rows = head.chunk_rows or 0
     if head.max_workspace_mb is not None:
-        sizes = {"lora_rank": 0 if a is None else a.shape[0], "train_weight": needs & WEIGHT != 0}
-        sizes |= {"main_grad": main_grad is not None, "wide": wide}
-        chunk_rows = chunk_that_fits(op, hidden, weight, head, **sizes)
+        sizes = with_needs(Sizes(wide=wide), needs, a, main_grad)
+        chunk_rows = chunk_that_fits(op, hidden, weight, head, sizes)
     operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, a, b)
     logits = head.softcap or 0.0, head.logit_scale, head.temperature
     formula = LabelFormula(ignore_index, label_smoothing, *logits, z_loss, lora_scale, wide)
     return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), own), parameters
 
 
+def with_needs(sizes: Sizes, needs, lora_a, main_grad) -> Sizes:
+    """Set which operands are trained, and the rank of LoRA."""
+    return sizes._replace(
+        lora_rank=0 if lora_a is None else lora_a.shape[0],
+        train_hidden=needs & HIDDEN != 0,
+        train_weight=needs & WEIGHT != 0,
+        train_bias=needs & BIAS != 0,
+        main_grad=main_grad is not None,
+    )
+
+
 def plan_within(
-    op, call: HeadCall, head: HeadOptions, weight, main_grad=None, *, extra_bytes=0, **sizes
+    op, call: HeadCall, head: HeadOptions, sizes: Sizes, weight, main_grad=None, *, planner=(), extra_bytes=0
 ) -> HeadPlan:
     """Plan a call that takes at most ``max_peak_mb``; see :func:`within_peak`."""
     if torch._C._are_functorch_transforms_active():  # the backward forms other gradients than are planned
@@ -350,28 +362,35 @@ def plan_within(
     if memory.valid_rows < 0 and arguments.readable(call.operands.target):  # the call counts them too
         counts = call.operands.target != call.formula.ignore_index
         worked = int((counts if counts.dim() == 1 else counts.any(-1)).sum())
-    sizes = {"classes": True, "weight_dtype": weight.dtype, "main_grad": main_grad is not None} | sizes
-    sizes |= {"train_hidden": needs & HIDDEN != 0, "train_weight": needs & WEIGHT != 0}
-    sizes |= {"train_bias": needs & BIAS != 0, "unit": needs & UNSCALED != 0}
-    sizes |= {"lora_rank": lora_a.shape[0] if needs & (LORA_A | LORA_B) else 0, "worked": worked}
-    sizes |= {"chunk_rows": memory.chunk_rows, "keep_rows": memory.keep_rows}
-    sizes |= {"wide": call.formula.wide_logits, "peak": peak_bytes(head.max_peak_mb, extra_bytes)}
-    return plan_of(hidden, matrix.shape[0], hidden.numel() // hidden.shape[-1], **sizes)
+    rows = hidden.numel() // hidden.shape[-1]
+    sizes = with_needs(sizes, needs, lora_a if needs & (LORA_A | LORA_B) else None, main_grad)
+    sizes = with_head(sizes, hidden, matrix.shape[0], rows, weight.dtype)._replace(
+        worked=worked,
+        wide=call.formula.wide_logits,
+        chunk_rows=memory.chunk_rows,
+        keep_rows=memory.keep_rows,
+        unit=needs & UNSCALED != 0,
+        peak=limit_bytes(head.max_peak_mb, extra_bytes),
+    )
+    return plan(sizes, *planner)
 
 
-def within_peak(op, call: HeadCall, head: HeadOptions, *weights, extra_bytes=0, **sizes) -> HeadCall:
+def within_peak(
+    op, call: HeadCall, head: HeadOptions, sizes: Sizes, *weights, planner=(), extra_bytes=0
+) -> HeadCall:
     """The call, divided so that it and its backward take at most ``max_peak_mb``.
 
     Args:
+        sizes: what the operator sets itself.
         weights: weight as the caller gave it, and its main_grad if it has one.
+        planner: function and numbers of :func:`plan`.
         extra_bytes: that the plan does not know.
-        sizes: others of :func:`plan_of`.
     """
     if head.max_peak_mb is None:
         return call
-    plan = plan_within(op, call, head, *weights, extra_bytes=extra_bytes, **sizes)
-    check_peak(op, plan, extra_bytes, head.max_peak_mb)
-    return call.divided(plan)
+    found = plan_within(op, call, head, sizes, *weights, planner=planner, extra_bytes=extra_bytes)
+    check_peak(op, found, extra_bytes, head.max_peak_mb)
+    return call.divided(found)
 
 
 class _ToMainGrad(torch.autograd.Function):

@@ -81,11 +81,11 @@ class LossMemoryOptions(LogProbMemoryOptions, total=False):
     keep_mb: float | None
 
 
-def _native_plan(function: str, sizes: tuple[int, ...], groups: tuple = ()) -> HeadPlan:
+def _native_plan(function: str, sizes: tuple[int, ...], others: tuple[int, ...]) -> HeadPlan:
     """Call this function of the native side."""
     found = (ctypes.c_int64 * len(HeadPlan._fields))()
     given = (ctypes.c_int64 * len(Sizes._fields))(*sizes)
-    getattr(library, function)(given, *map(ctypes.c_int64, groups), found)
+    getattr(library, function)(given, *map(ctypes.c_int64, others), found)
     return HeadPlan(*found)
 
 
@@ -93,39 +93,28 @@ def _native_plan(function: str, sizes: tuple[int, ...], groups: tuple = ()) -> H
 _native_plan._dynamo_marked_constant = True
 
 
-def plan(
-    device,
-    dtype,
-    rows,
-    hidden,
-    vocab,
-    *,
-    weight_dtype=None,
-    max_workspace_mb=None,
-    function="tigon_loss_head_plan",
-    groups=(),
-    **sizes,
-) -> HeadPlan:
+def plan(sizes: Sizes, function: str = "tigon_loss_head_plan", *others: int) -> HeadPlan:
     """Ask the native side for the plan of a call, which follows only from sizes; symbolic sizes become
     numbers.
 
     Args:
         function: of the native side.
-        groups: the numbers that this function takes after the sizes.
-        sizes: other fields of :class:`Sizes`.
+        others: the numbers that this function takes after the sizes.
     """
-    sizes |= {"cuda": device == "cuda", "dtype": _CODES[dtype], "weight_dtype": _CODES[weight_dtype or dtype]}
-    sizes |= {"rows": rows, "hidden": hidden, "vocab": vocab}
-    sizes.setdefault("worked", rows)
-    if max_workspace_mb is not None:
-        sizes["cap"] = min(max(int(max_workspace_mb * MIB), 0), _MOST)
-    numbers = tuple(map(operator.index, Sizes(**sizes)))
-    return _native_plan(function, numbers, tuple(map(operator.index, groups)))
+    return _native_plan(function, tuple(map(operator.index, sizes)), tuple(map(operator.index, others)))
 
 
-def plan_of(hidden: torch.Tensor, vocab: int, rows: int, **sizes) -> HeadPlan:
-    """:func:`plan` of hidden states."""
-    return plan(hidden.device.type, hidden.dtype, rows, hidden.shape[-1], vocab, **sizes)
+def with_head(sizes: Sizes, hidden: torch.Tensor, vocab: int, rows: int, weight_dtype=None) -> Sizes:
+    """Set the sizes of a head, and that all rows are computed."""
+    return sizes._replace(
+        cuda=hidden.device.type == "cuda",
+        dtype=_CODES[hidden.dtype],
+        weight_dtype=_CODES[weight_dtype or hidden.dtype],
+        rows=rows,
+        worked=rows,
+        hidden=hidden.shape[-1],
+        vocab=vocab,
+    )
 
 
 def padded(vocab: int) -> int:
@@ -140,11 +129,11 @@ def rows_within(keep_mb, vocab, itemsize) -> int:
     return int(min(keep_mb, 2.0**40) * MIB) // (padded(vocab) * itemsize)
 
 
-def chunk_that_fits(op, hidden, weight, head, **sizes) -> int:
+def chunk_that_fits(op, hidden, weight, head, sizes: Sizes) -> int:
     """Rows per chunk within the limit (and at most as many as requested)."""
     cap, rows = head.max_workspace_mb, hidden.numel() // hidden.shape[-1]
-    sizes |= {"chunk_rows": head.chunk_rows or 0, "max_workspace_mb": cap}
-    found = plan_of(hidden, weight.shape[0], rows, **sizes)
+    sizes = sizes._replace(chunk_rows=head.chunk_rows or 0, cap=limit_bytes(cap))
+    found = plan(with_head(sizes, hidden, weight.shape[0], rows))
     check_fits(op, found, 1, "one row", cap)
     return found.chunk_rows
 
@@ -165,9 +154,9 @@ def check_cap(op, **caps: float | None) -> None:
             check(op, finite, name + " must be finite (or None), got {}", cap)
 
 
-def peak_bytes(max_peak_mb: float, extra_bytes: int = 0) -> int:
-    """Convert a peak to bytes, without the `extra_bytes` that the plan does not know."""
-    return min(max(int(max_peak_mb * MIB) - extra_bytes, 0), _MOST)
+def limit_bytes(limit_mb: float | None, extra_bytes: int = 0) -> int:
+    """Convert a limit to bytes, without the `extra_bytes` that the plan does not know; -1: there is none."""
+    return -1 if limit_mb is None else min(max(int(limit_mb * MIB) - extra_bytes, 0), _MOST)
 
 
 def check_peak(op, found: HeadPlan, extra_bytes: int, max_peak_mb) -> None:
@@ -247,36 +236,39 @@ class _PlannedCall:
         if self.dtype == torch.float64:
             check_unbounded(_OP, self.max_peak_mb, "in float64")
 
-    def sizes(self) -> dict[str, int]:
-        """Return the fields of :class:`Sizes` that the call gives."""
-        sizes = self._trained() | {"main_grad": self.main_grad, "lora_rank": self.lora_rank}
-        sizes["worked"] = self.rows if self.valid_rows is None else self.valid_rows
-        sizes["chunk_rows"] = self.chunk_rows or 0
-        sizes["per_row"] = self.reduction == "none"
-        sizes["keep_rows"] = rows_within(self.keep_mb, self.vocab, self.dtype.itemsize)
-        sizes["unit"] = self.keep_mb != 0
-        narrow = self.dtype in (torch.bfloat16, torch.float16)
-        sizes["wide"] = self.logit_dtype == torch.float32 and narrow
-        return sizes
-
     def _trained(self) -> dict[str, bool]:
         names = ("train_hidden", "train_weight", "train_bias")
         return {name: getattr(self, name) for name in names}
 
-    def memory(self, *, extra_bytes: int = 0, **native) -> HeadMemory:
+    def memory(self, sizes: Sizes, *planner, extra_bytes: int = 0) -> HeadMemory:
         """Check the call and ask for its memory.
 
         Args:
+            sizes: what the operator sets itself.
+            planner: function and numbers of :func:`plan`.
             extra_bytes: of the peak, that the plan does not know.
-            native: others of :func:`plan`: ``function``, ``groups`` and fields of :class:`Sizes`.
         """
         self.check()
-        given = self.sizes() | native
-        if self.max_peak_mb is not None:
-            given["peak"] = peak_bytes(self.max_peak_mb, extra_bytes)
-        given |= {"weight_dtype": self.weight_dtype, "max_workspace_mb": self.max_workspace_mb}
-        shape = self.rows, self.hidden_size, self.vocab
-        found = plan(_device_type(self.device), self.dtype, *shape, **given)
+        sizes = sizes._replace(
+            cuda=_device_type(self.device) == "cuda",
+            dtype=_CODES[self.dtype],
+            weight_dtype=_CODES[self.weight_dtype or self.dtype],
+            rows=self.rows,
+            worked=self.rows if self.valid_rows is None else self.valid_rows,
+            hidden=self.hidden_size,
+            vocab=self.vocab,
+            lora_rank=self.lora_rank,
+            **self._trained(),
+            main_grad=self.main_grad,
+            wide=self.logit_dtype == torch.float32 and self.dtype in (torch.bfloat16, torch.float16),
+            chunk_rows=self.chunk_rows or 0,
+            cap=limit_bytes(self.max_workspace_mb),
+            per_row=self.reduction == "none",
+            keep_rows=rows_within(self.keep_mb, self.vocab, self.dtype.itemsize),
+            unit=self.keep_mb != 0,
+            peak=limit_bytes(self.max_peak_mb, extra_bytes),
+        )
+        found = plan(sizes, *planner)
         check_peak(_OP, found, extra_bytes, self.max_peak_mb)
         return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
 
@@ -307,7 +299,7 @@ def linear_cross_entropy_memory(
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
     """
-    return _PlannedCall(rows, hidden_size, vocab, dtype, **options).memory(classes=True)
+    return _PlannedCall(rows, hidden_size, vocab, dtype, **options).memory(Sizes(classes=True))
 
 
 @arguments.called()
@@ -338,7 +330,7 @@ def linear_log_prob_memory(
     keep_mb = 0 if labels > 1 else keep_mb
     extra = 4 * rows * labels if labels > 1 and dtype != torch.float64 else 0  # scores; and the results
     call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction="none", keep_mb=keep_mb, **options)
-    found = call.memory(classes=labels == 1, extra_bytes=2 * extra)
+    found = call.memory(Sizes(classes=labels == 1), extra_bytes=2 * extra)
     return found._replace(
         workspace=found.workspace + extra, results=found.results + extra, peak=found.peak + 2 * extra
     )
@@ -375,7 +367,7 @@ def linear_preference_memory(
     check_integers(_OP, least=0, answers=answers, tokens=tokens)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
     call = _PlannedCall(answers * tokens, hidden_size, vocab, dtype, **options)
-    return call.memory(function="tigon_linear_preference_plan", groups=(group, tokens), classes=True)
+    return call.memory(Sizes(classes=True), "tigon_linear_preference_plan", group, tokens)
 
 
 @arguments.called()
@@ -409,7 +401,7 @@ def linear_divergence_memory(
     if teacher_hidden_size is not None:
         check_integers("linear_divergence_memory", least=1, teacher_hidden_size=teacher_hidden_size)
     call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction=known[reduction], keep_mb=0, **options)
-    return call.memory(function="tigon_linear_divergence_plan", groups=(teacher_hidden_size or 0,))
+    return call.memory(Sizes(), "tigon_linear_divergence_plan", teacher_hidden_size or 0)
 
 
 @arguments.called()
@@ -452,8 +444,8 @@ def drafter_loss_memory(
     if options["valid_rows"] is not None:
         options["valid_rows"] *= steps
     call = _PlannedCall(rows * steps, hidden_size, vocab, dtype, reduction=reduction, keep_mb=0, **options)
-    groups = (steps, teacher_hidden_size, teacher_vocab, draft_ids)
-    return call.memory(function="tigon_drafter_loss_plan", groups=groups)
+    sides = steps, teacher_hidden_size, teacher_vocab, draft_ids
+    return call.memory(Sizes(), "tigon_drafter_loss_plan", *sides)
 
 
 @arguments.called()
@@ -476,6 +468,6 @@ def linear_loss_memory(
         tigon.Error: a size or an option that the function would not take.
     """
     try:
-        return _PlannedCall(rows, hidden_size, vocab, dtype, **options).memory(sums=True)
+        return _PlannedCall(rows, hidden_size, vocab, dtype, **options).memory(Sizes(sums=True))
     except Error:  # of a bound, or of both
         return linear_log_prob_memory(rows, hidden_size, vocab, dtype, **options)
