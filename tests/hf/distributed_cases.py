@@ -5,15 +5,13 @@ python distributed_cases.py FOLDER [case ...], with the variables of torchrun; w
 
 import copy
 import functools
+import importlib
 import sys
 from unittest import mock
 
-import graph_parallel_cases  # noqa: F401  registered here too
-import other_cases  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import transformers_cases  # noqa: F401  its cases
 from tiny import VOCABULARY, close, make, step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -53,6 +51,11 @@ import tigon
 from tigon import _op
 from tigon.checkpoint import GROUPS
 from tigon.integrations.transformers import apply, qk_norm
+
+OTHERS = """graph_parallel contrastive dtensor fp8 fp8_gather lora megatron multi_token optimizer parallel
+parallel_label parallel_name parallel_option transformers"""
+for other in OTHERS.split():  # importing them registers their cases
+    importlib.import_module(f"{other}_cases")
 
 # --- DDP -------------------------------------------------------------------------------------
 

@@ -70,10 +70,10 @@ def _joint(blocks, scale, labels):
     """The mean loss of queries, each with one softmax over all blocks; the first holds the positives."""
     total = picked = None
     for rows, columns, options in blocks:
-        lse, _, found = statistics(
+        lse, _, of_labels = statistics(
             rows, torch.cat(columns), scale, labels if picked is None else None, **options
         )
-        total, picked = (lse, found) if picked is None else (torch.logaddexp(total, lse), picked)
+        total, picked = (lse, of_labels) if picked is None else (torch.logaddexp(total, lse), picked)
     loss = (total - picked[:, 0]).mean()
     return loss.to(torch.promote_types(blocks[0][0].dtype, torch.float32))
 
@@ -109,10 +109,10 @@ def _ranking_loss(loss, queries, documents):
     }
     blocks = []
     for rows, side in zip(own, ("query", "doc"), strict=False):
-        found = [among[name] for name in among if name in directions and name.startswith(side + "_to")]
-        if found:
-            columns = [x for parts, _ in found for x in parts]
-            ids = torch.cat([own_ids for parts, own_ids in found for _ in parts])
+        candidates = [among[name] for name in among if name in directions and name.startswith(side + "_to")]
+        if candidates:
+            columns = [x for parts, _ in candidates for x in parts]
+            ids = torch.cat([own_ids for parts, own_ids in candidates for _ in parts])
             blocks.append((rows, columns, {"ids": (index[batch.own], ids)}))
     return _joint(blocks, _scale(every, loss.scale / (every.shape[1] if cosine else 1)), batch.labels)
 
@@ -217,12 +217,12 @@ def _replacements() -> list[ForeignReplacement]:
         losses = importlib.import_module(LOSSES)
     except ImportError as error:
         refuse("sentence_transformers", "sentence-transformers must be version 6.2, got {}", error)
-    found = []
+    replacements = []
     for name, (method, wanted, ours) in METHODS.items():
         loss, words = getattr(losses, name), f"{name}.{method} must take {{}} (6.2), got {{}}"
         present = parameters_of(getattr(loss, method, None))
-        found.append(ForeignReplacement(loss, method, ours, present, wanted.split(), words))
-    return found
+        replacements.append(ForeignReplacement(loss, method, ours, present, wanted.split(), words))
+    return replacements
 
 
 def install() -> None:

@@ -232,8 +232,8 @@ class _SummedRows(torch.autograd.Function):
             kept = False
         wanted = [t for t in leaves if t is not None and t.requires_grad]
         gradients = iter(torch.autograd.grad(losses, wanted, dloss, retain_graph=kept))
-        found = (next(gradients) if t is not None and t.requires_grad else None for t in leaves)
-        return None, None, *found
+        dleaves = (next(gradients) if t is not None and t.requires_grad else None for t in leaves)
+        return None, None, *dleaves
 
 
 @torch.no_grad()
@@ -260,11 +260,11 @@ def install() -> None:
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
     """
-    found = [*_replacements()]
-    if NAME not in {r.name for r in found}:
+    replacements = [*_replacements()]
+    if NAME not in {r.name for r in replacements}:
         refuse("compat.trl", _words(), PARAMETERS, None)
-    replacing.install("compat.trl", found)
-    for r in found:
+    replacing.install("compat.trl", replacements)
+    for r in replacements:
         r.ours.patched = None
     from tigon.integrations import kernels, liger
 
@@ -280,9 +280,9 @@ def install() -> None:
 
 def take(patched: Callable[[object], bool]) -> str | None:
     """Do the same for ``patched`` models, if TRL is imported; return why not, if TRL has another version."""
-    found = [*_replacements(patched, loaded=True)]
+    replacements = [*_replacements(patched, loaded=True)]
     try:
-        replacing.install("compat.trl", found if NAME in {r.name for r in found} else [])
+        replacing.install("compat.trl", replacements if NAME in {r.name for r in replacements} else [])
     except Error as error:
         return str(error)
     return None

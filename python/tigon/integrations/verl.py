@@ -73,9 +73,11 @@ def _replacements() -> list[ForeignReplacement]:
     words = "verl's {} must take {{}} (0.9), got {{}}"
     row = ("linear_cross_entropy", head, names, PARAMETERS, words.format("LinearCrossEntropy"))
     holders = [module for name, module in list(sys.modules.items()) if name.startswith("verl.")]
-    found = [ForeignReplacement(module, *row) for module in holders if vars(module).get(row[0]) is present]
+    replacements = [
+        ForeignReplacement(module, *row) for module in holders if vars(module).get(row[0]) is present
+    ]
     row = ("forward", _ppo_forward, parameters_of(ppo.forward), FORWARD, words.format("FusedLinearForPPO"))
-    return [*found, ForeignReplacement(ppo, *row)]
+    return [*replacements, ForeignReplacement(ppo, *row)]
 
 
 def install() -> None:

@@ -316,5 +316,5 @@ def check_range(op: str, name: str, ids: torch.Tensor, size: int, ignored: int |
         bad &= ids != ignored
     wanted = "[0, {})" if ignored is None else "[0, {}) or {} (ignored)"
     values = (size,) if ignored is None else (size, ignored)
-    found = ids[bad][:1].tolist()
-    check(op, not found, f"{name} must be in {wanted}, got {{}}", *values, *found)
+    wrong = ids[bad][:1].tolist()
+    check(op, not wrong, f"{name} must be in {wanted}, got {{}}", *values, *wrong)

@@ -294,7 +294,7 @@ def _layer_backward(*arguments, in_place=False):
         arguments: of `_Backward`.
         in_place: the gradient of gate_up_rows is written over them.
     """
-    a, found = _Backward(*arguments), {}
+    a, gradients = _Backward(*arguments), {}
     if a.gate_up_rows.shape[0] == 0:
         return a.results({name: torch.zeros_like(getattr(a, name)) for name in a.needed()})
     if a.is_sorted:
@@ -303,32 +303,32 @@ def _layer_backward(*arguments, in_place=False):
     # What is passed over does not depend on which gradients of adapters are needed, so that no bit does.
     passes = _pass_fits(dy, a.down_t) and grouped_gemm.native_fits(dy, a.down)
     passes = passes and (a.need_dact or a.need_ddown_a or a.need_ddown_b)
-    g, down_dt = _rows_pass(a, dy, found) if passes else _dy_rows(a, dy)
+    g, down_dt = _rows_pass(a, dy, gradients) if passes else _dy_rows(a, dy)
     del dy
     dact = _dact(a, g, down_dt)
     if a.need_ddown_b and not passes:
-        found["down_b"] = _down_b_gradient(a, g)
+        gradients["down_b"] = _down_b_gradient(a, g)
     if not (a.need_ddown or a.need_ddown_bias or a.down_bias is not None):
         g = None
     if passes and _gate_pass_fits(a, dact, down_dt):
-        dz, act, gate_up_dt = _gate_pass(a, dact, down_dt, found, in_place=in_place)
+        dz, act, gate_up_dt = _gate_pass(a, dact, down_dt, gradients, in_place=in_place)
     else:
-        dz, act, gate_up_dt = _gate_backward(a, dact, g, found, in_place=in_place)
+        dz, act, gate_up_dt = _gate_backward(a, dact, g, gradients, in_place=in_place)
     del dact
     if a.need_ddown:
-        found["down"] = grouped_gemm.weight_gradient(*((act, g) if a.transposed else (g, act)), a.offsets)
-    if a.need_ddown_a and "down_a" not in found:
-        found["down_a"] = _adapter_gradient(down_dt, act, a.offsets, like=a.down_a, is_b=False)
+        gradients["down"] = grouped_gemm.weight_gradient(*((act, g) if a.transposed else (g, act)), a.offsets)
+    if a.need_ddown_a and "down_a" not in gradients:
+        gradients["down_a"] = _adapter_gradient(down_dt, act, a.offsets, like=a.down_a, is_b=False)
     del act
     if a.need_ddown_bias:
-        found["down_bias"] = _sum(g, a.weights, a.order, a.offsets)
+        gradients["down_bias"] = _sum(g, a.weights, a.order, a.offsets)
     del g
     if gate_up_dt is None and (a.need_dx or a.need_dgate_up_a):
         gate_up_dt = a.gate_up_adapter.transposed().lower(dz, a.offsets)
-    _gate_up_gradients(a, dz, gate_up_dt, found)
+    _gate_up_gradients(a, dz, gate_up_dt, gradients)
     if a.need_dx:
-        found["x"] = _dx(a, dz, gate_up_dt)
-    return a.results(found)
+        gradients["x"] = _dx(a, dz, gate_up_dt)
+    return a.results(gradients)
 
 
 def _rows_pass(a: _Backward, dy, found):
@@ -462,11 +462,11 @@ def _fake(*inputs):
 
 
 def _fake_bwd(*arguments):
-    a, found = _Backward(*arguments), []
+    a, gradients = _Backward(*arguments), []
     for name in _TRAINED:
         t = getattr(a, name) if getattr(a, f"need_d{name}") else a.x.new_empty(0)
-        found.append(torch.empty_like(t) if name in _LORA else t.new_empty(t.shape))
-    return tuple(found)
+        gradients.append(torch.empty_like(t) if name in _LORA else t.new_empty(t.shape))
+    return tuple(gradients)
 
 
 _op = paired(_OP, _fake, results=1, fake_bwd=_fake_bwd, in_place=True)

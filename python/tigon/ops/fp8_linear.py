@@ -297,12 +297,12 @@ def rows_of(x):
     _fp8_bytes.on = True
     if x.grad_fn is None:
         return quantize_rows(x.detach())
-    found = _fp8_bytes.get(x)
-    if found is None:
+    rows = _fp8_bytes.get(x)
+    if rows is None:
         _fp8_bytes.want(x)
-        found = quantize_rows(x.detach())
-        _fp8_bytes.put(x, *found)
-    return found
+        rows = quantize_rows(x.detach())
+        _fp8_bytes.put(x, *rows)
+    return rows
 
 
 # --- autograd -----------------------------------------------------------------------------------

@@ -33,13 +33,13 @@ def check_apart(op, name, x: torch.Tensor, other_name, other: torch.Tensor, *, o
 
 def _dimensions(x, other):
     """(stride, size in x, size in other), widest first, without sizes of one; None: their strides differ."""
-    found = []
+    dimensions = []
     for n, m, step, other_step in zip(x.shape, other.shape, x.stride(), other.stride(), strict=True):
         if n > 1 and m > 1 and step != other_step:
             return None
         if n > 1 or m > 1:
-            found.append((step if n > 1 else other_step, n, m))
-    return sorted(found, reverse=True)
+            dimensions.append((step if n > 1 else other_step, n, m))
+    return sorted(dimensions, reverse=True)
 
 
 def _nested(dimensions) -> bool:

@@ -185,8 +185,8 @@ def _gradients(ctx, dys, need_x, needs):
         keeps = not layout.gathered
         fp8 += [w.transposed() if keeps and w.keeps_transposed else None for w in made]
         pairs = zip(dys, made, strict=True)
-        found = [(None, None) if dy is None else _fp8_bytes.take(dy, w.scales) for dy, w in pairs]
-        fp8 += [q for q, _ in found] + [s for _, s in found]
+        bytes_and_scales = [(None, None) if dy is None else _fp8_bytes.take(dy, w.scales) for dy, w in pairs]
+        fp8 += [q for q, _ in bytes_and_scales] + [s for _, s in bytes_and_scales]
     if _op._is_compiling():
         dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted, [])
     elif _op._is_transformed():

@@ -72,9 +72,9 @@ def _backward(ctx, dq, dk=None):
         return None, None, None, None, *rest
     need_dweight = needs[2] or needs[3]
     dx, dz, dweight = _bwd(dq, dk, *tensors, *ctx.options, need_dweight)
-    found = (None if dq is None else dx, None if dk is None else dz)
-    found += tuple(dweight) if need_dweight else (None, None)
-    return *(x if needed else None for x, needed in zip(found, needs, strict=False)), *rest
+    gradients = (None if dq is None else dx, None if dk is None else dz)
+    gradients += tuple(dweight) if need_dweight else (None, None)
+    return *(x if needed else None for x, needed in zip(gradients, needs, strict=False)), *rest
 
 
 _op = Op("qk_norm_rope", fake=_fake, setup_context=_setup_context, backward=_backward)

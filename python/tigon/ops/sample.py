@@ -64,8 +64,8 @@ def reference(
     score = torch.where(greedy, scaled, torch.where(kept, scaled - exponential.log(), -torch.inf))
     ids = score.argmax(-1)
     picked = log_p.gather(-1, ids[:, None])[:, 0]
-    found = z.amax(-1).isfinite()  # NaN is the largest
-    ids, picked = torch.where(found, ids, -1), torch.where(found, picked, torch.nan)
+    finite = z.amax(-1).isfinite()  # NaN is the largest
+    ids, picked = torch.where(finite, ids, -1), torch.where(finite, picked, torch.nan)
     return (ids.view(lead), picked.view(lead)) if log_prob else ids.view(lead)
 
 
@@ -248,12 +248,12 @@ def linear_sample(
     vocab, dtype = weight.shape[0], torch.float32 if wide else hidden.dtype
     chunk = max(_LOGITS_BYTES // (padded(vocab) * dtype.itemsize), 1)
     space = rows.new_empty(min(chunk, rows.shape[0]), padded(vocab), dtype=dtype)[:, :vocab]
-    found = []
+    draws = []
     for begin in range(0, rows.shape[0], chunk):
         part = slice(begin, min(begin + chunk, rows.shape[0]))
         logits = space[: part.stop - begin]
         compute_logits(logits, rows[part], weight, (*pair, scale))
-        found.append(choice.draw(logits, bias, logit_scale, softcap, part, begin))
-    if not found:
-        found = [(labels.reshape(-1), rows.new_empty(0, dtype=torch.float32))]
-    return choice.results(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        draws.append(choice.draw(logits, bias, logit_scale, softcap, part, begin))
+    if not draws:
+        draws = [(labels.reshape(-1), rows.new_empty(0, dtype=torch.float32))]
+    return choice.results(*(torch.cat(parts) for parts in zip(*draws, strict=True)))

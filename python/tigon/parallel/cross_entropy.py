@@ -54,12 +54,12 @@ def take_class_weight(op, shards: Shards, class_weight, device):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, target, find_scale, logits):
-        part, gathered = rows.statistics(logits[:, : rows.shards.real], target), None
+        statistics, gathered = rows.statistics(logits[:, : rows.shards.real], target), None
         if target.shape[0]:
-            gathered = Work(rows.shards).start_gather(part)
-        scale = find_scale()  # while the parts are gathered; None: one loss for each row
-        whole = part.repeat(rows.shards.size, 1) if gathered is None else gathered()
-        numbers, _ = rows.combined(whole, target, None)
+            gathered = Work(rows.shards).start_gather(statistics)
+        scale = find_scale()  # while the statistics are gathered; None: one loss for each row
+        statistics = statistics.repeat(rows.shards.size, 1) if gathered is None else gathered()
+        numbers, _ = rows.combined(statistics, target, None)
         losses, log_mass = numbers[0], numbers[NUMBERS.index("log_mass")]
         ctx.rows, ctx.scalar = rows, scale is not None
         if not ctx.scalar:

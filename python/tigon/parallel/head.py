@@ -46,11 +46,11 @@ class ShardedOptions(NamedTuple):
     reduction: str = "none"
     denominator: float | torch.Tensor | None = None
     outputs: tuple[str, ...] | None = None
-    more: tuple = ()  # what else the processes compare
+    compared: tuple = ()  # what else the processes compare
 
 
-class GivenCall(NamedTuple):
-    """A call on a sharded head, as the caller gave it."""
+class ShardedArguments(NamedTuple):
+    """The arguments of a call on a sharded head, as the caller gave them."""
 
     op: str
     hidden: torch.Tensor
@@ -72,14 +72,14 @@ class GivenCall(NamedTuple):
             z_loss=options.z_loss,
         )
 
-    def several_labels(self) -> bool:
+    def has_several_labels(self) -> bool:
         """Whether each row has several labels, in target's last dimension."""
         return self.op == LOG_PROB and has_several_labels(self.hidden, self.target)
 
     def shifted(self, target: torch.Tensor) -> torch.Tensor:
         """The labels after head's shift."""
         ignore_index, shift = self.head.ignore_index, self.head.shift
-        if not self.several_labels():
+        if not self.has_several_labels():
             return shifted(target, ignore_index, shift)
         return shifted(target.movedim(-1, 0), ignore_index, shift).movedim(0, -1)
 
@@ -93,7 +93,7 @@ class _Parameters(NamedTuple):
     lora_b: torch.Tensor | None
 
 
-class _Checked(NamedTuple):
+class _CheckedCall(NamedTuple):
     """What a process computes with, of checked arguments."""
 
     hidden: torch.Tensor
@@ -106,16 +106,16 @@ class _Checked(NamedTuple):
     main_grad: torch.Tensor | None
 
 
-def _check(call: GivenCall) -> torch.Tensor:
+def _check(given: ShardedArguments) -> torch.Tensor:
     """Check the arguments, and return the labels in an integer dtype that has ignore_index."""
-    op, hidden, weight, head, options = call.op, call.hidden, call.weight, call.head, call.options
+    op, hidden, weight, head, options = given.op, given.hidden, given.weight, given.head, given.options
     constants = {name: getattr(options, name) for name in ("class_weight", "token_weight", "denominator")}
     low_rank = head.lora if isinstance(head.lora, Sequence) else ()
     adapter = {f"lora {name}": t for name, t in zip("AB", low_rank, strict=False)}
-    check_eager(op, hidden=hidden, weight=weight, target=call.target, bias=head.bias, **constants, **adapter)
+    check_eager(op, hidden=hidden, weight=weight, target=given.target, bias=head.bias, **constants, **adapter)
     booleans = ("entropy", "sequence_parallel", "partial_hidden_grad")
     check_booleans(op, **{name: getattr(options, name) for name in booleans})
-    target = labels_of(call.target, head.ignore_index)
+    target = labels_of(given.target, head.ignore_index)
     check_indices(op, "target", target)
     check_loss(op, options.label_smoothing, options.z_loss, options.reduction, options.denominator)
     if options.class_weight is not None:
@@ -127,13 +127,13 @@ def _check(call: GivenCall) -> torch.Tensor:
     check_float(op, "weight", weight)
     check(op, hidden.dim() >= 1 and weight.dim() == 2, "weight must be [columns, H], got {}", weight.shape)
     labels = target
-    if call.several_labels():
+    if given.has_several_labels():
         check(op, target.shape[-1] >= 1, "target must have K >= 1 labels a row, got {}", target.shape)
         labels = target[..., 0]
     if options.sequence_parallel:
         words = "hidden must be [share, ..., H] with sequence_parallel, got {}"
         check(op, hidden.dim() >= 2, words, hidden.shape)
-        wanted = (torch.distributed.get_world_size(call.group) * hidden.shape[0], *hidden.shape[1:-1])
+        wanted = (torch.distributed.get_world_size(given.group) * hidden.shape[0], *hidden.shape[1:-1])
         fits = labels.shape == wanted
         check(op, fits, "target must be {} (of all processes), got {}", wanted, labels.shape)
         labels = labels[: hidden.shape[0]]
@@ -149,11 +149,11 @@ def _check(call: GivenCall) -> torch.Tensor:
     return target
 
 
-def _checked(call: GivenCall) -> _Checked:
+def _checked_call(given: ShardedArguments) -> _CheckedCall:
     """Check the arguments, and make the operands of the call."""
-    target = _check(call)
-    op, head, weight, lora = call.op, call.head, call.weight, call.head.lora
-    hidden = operands.autocast(call.hidden)
+    target = _check(given)
+    op, head, weight, lora = given.op, given.head, given.weight, given.head.lora
+    hidden = operands.autocast(given.hidden)
     words = "hidden must be float32, bfloat16 or float16, got {}"
     check(op, has_kernel(op, hidden=hidden), words, hidden.dtype)
     wide = operands.wide_logits(op, head.logit_dtype, hidden)
@@ -164,8 +164,8 @@ def _checked(call: GivenCall) -> _Checked:
         hidden, weight, lora = operands.whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = lora or (None, None, 1.0)
     parameters = _Parameters(weight, head.bias, lora_a, lora_b)
-    if call.several_labels():
-        counts = (call.shifted(target) != head.ignore_index).any(-1)
+    if given.has_several_labels():
+        counts = (given.shifted(target) != head.ignore_index).any(-1)
         valid_rows = count(op, counts.long() - 1, -1, False, head.valid_rows)
     else:
         valid_rows = count(op, target, head.ignore_index, head.shift, head.valid_rows)
@@ -173,25 +173,25 @@ def _checked(call: GivenCall) -> _Checked:
     if torch.is_grad_enabled():
         wanted = zip(operands.NEEDS.values(), (hidden, *parameters), strict=True)
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
-    return _Checked(hidden, target, parameters, float(lora_scale), needs, wide, valid_rows, main_grad)
+    return _CheckedCall(hidden, target, parameters, float(lora_scale), needs, wide, valid_rows, main_grad)
 
 
-def _describe(call: GivenCall) -> tuple[Facts, _Checked]:
+def _describe(given: ShardedArguments) -> tuple[Facts, _CheckedCall]:
     """Check the arguments; return the facts that the processes compare, and the operands of the call."""
-    checked, head = _checked(call), call.head
+    checked, head = _checked_call(given), given.head
     hidden, target, parameters = checked.hidden, checked.target, checked.parameters
-    options = {"op": call.op} | call.formula()._asdict() | call.options._asdict()
+    options = {"op": given.op} | given.formula()._asdict() | given.options._asdict()
     first_class, vocab = options.pop("first_class"), options.pop("vocab")
     options |= {name: values_of(options[name], hidden.device) for name in ("class_weight", "token_weight")}
-    options["lora"] = None
+    options |= {"more": options.pop("compared"), "lora": None}  # errors say "more"
     if head.lora is not None:
         options["lora"] = (*values_of(parameters.lora_a, hidden.device), checked.lora_scale)
     caps = ("shift", "chunk_rows", "max_workspace_mb", "max_peak_mb")
     options |= {name: getattr(head, name) for name in caps}
     options |= {"logit_dtype": checked.wide, "valid_rows": checked.valid_rows}
-    options |= {"denominator": number_of(call.options.denominator), "bias": head.bias is not None}
+    options |= {"denominator": number_of(given.options.denominator), "bias": head.bias is not None}
     options |= {"main_grad": checked.main_grad is not None}
-    options["labels"] = target.shape[-1] if call.several_labels() else 0
+    options["labels"] = target.shape[-1] if given.has_several_labels() else 0
     facts = Facts(
         size=hidden.shape[-1],
         needs=checked.needs,
@@ -209,13 +209,13 @@ class _RowLabels(NamedTuple):
 
     of_row: torch.Tensor  # int64 [rows]; `vocab` if a row has several of which one counts
     ignore_index: int
-    several: torch.Tensor | None = None  # int64 [rows, K]
+    sets: torch.Tensor | None = None  # int64 [rows, K], IGNORED where one does not count
 
 
-def _row_labels(call: GivenCall, vocab: int, device) -> _RowLabels:
-    ignore_index = call.head.ignore_index
-    labels = call.shifted(call.target.to(device, torch.int64, non_blocking=True))
-    if not call.several_labels():
+def _row_labels(given: ShardedArguments, vocab: int, device) -> _RowLabels:
+    ignore_index = given.head.ignore_index
+    labels = given.shifted(given.target.to(device, torch.int64, non_blocking=True))
+    if not given.has_several_labels():
         return _RowLabels(labels.reshape(-1), ignore_index)
     counts = labels != ignore_index
     wrong = (counts & ((labels < 0) | (labels >= vocab))).any(-1)
@@ -234,13 +234,15 @@ class HeadResults(NamedTuple):
     labels: torch.Tensor
 
 
-def _choose(call: GivenCall, checked: _Checked, rows: Rows, hidden, sp_size: int, *, listed, scaled):
+def _choose(
+    given: ShardedArguments, checked: _CheckedCall, rows: Rows, hidden, sp_size: int, *, listed, scaled
+):
     """:func:`choose` for the computed rows of a sequence shard.
 
     Args:
         listed, scaled: the rows are copies; those of a chunk are copied once more.
     """
-    shards, head, (weight, _, lora_a, _) = rows.shards, call.head, checked.parameters
+    shards, head, (weight, _, lora_a, _) = rows.shards, given.head, checked.parameters
     widest = max(shards.widest, 1)
     # This process's statistics and those of all, and logits of both precisions.
     row = 4 * rows.per_row() * (1 + shards.size) + 4 * padded(widest) * checked.wide
@@ -254,28 +256,30 @@ def _choose(call: GivenCall, checked: _Checked, rows: Rows, hidden, sp_size: int
     )
     sizes = operands.with_needs(sizes, checked.needs, lora_a, checked.main_grad)
     sizes = with_head(sizes, hidden, widest, sp_size * hidden.shape[0])
-    dtypes, recomputes = (hidden.dtype, weight.dtype), call.options.entropy or call.several_labels()
-    return choose(call.op, head, sizes, dtypes, sp_size, keep_mb=call.options.keep_mb, recomputes=recomputes)
+    dtypes, recomputes = (hidden.dtype, weight.dtype), given.options.entropy or given.has_several_labels()
+    return choose(
+        given.op, head, sizes, dtypes, sp_size, keep_mb=given.options.keep_mb, recomputes=recomputes
+    )
 
 
-def run(call: GivenCall, result: str = "loss") -> HeadResults:
+def run(given: ShardedArguments, result: str = "loss") -> HeadResults:
     """Run a call.
 
     Args:
         result: the name in NUMBERS of what is returned as the loss of a row.
     """
-    op, options = call.op, call.options
-    device = call.hidden.device if isinstance(call.hidden, torch.Tensor) else torch.device("cpu")
-    shards, checked = agree(op, call.group, device, functools.partial(_describe, call))
+    op, options = given.op, given.options
+    device = given.hidden.device if isinstance(given.hidden, torch.Tensor) else torch.device("cpu")
+    shards, checked = agree(op, given.group, device, functools.partial(_describe, given))
     needs, parameters, main_grad = checked.needs, checked.parameters, checked.main_grad
     operands.TrainedCalls.count(checked.hidden, parameters.weight)
     class_weight = take_class_weight(op, shards, options.class_weight, device)
-    labels = _row_labels(call, shards.vocab, device)
-    formula = call.formula()._replace(ignore_index=labels.ignore_index)
+    labels = _row_labels(given, shards.vocab, device)
+    formula = given.formula()._replace(ignore_index=labels.ignore_index)
     outputs = {*(options.outputs or ())}
     entropy, predicted = options.entropy or "entropy" in outputs, bool(outputs & {"predicted", "correct"})
     rows = make_rows(shards, formula, class_weight, device, entropy=entropy, predicted=predicted)
-    rows = rows._replace(labels=0 if labels.several is None else labels.several.shape[-1])
+    rows = rows._replace(labels_per_row=0 if labels.sets is None else labels.sets.shape[-1])
     scale = scale_of(rows, labels.of_row, options.reduction, options.denominator)
     sp_size = shards.size if options.sequence_parallel else 1
     # The rows of sequence shards are gathered without a copy.
@@ -283,31 +287,31 @@ def run(call: GivenCall, result: str = "loss") -> HeadResults:
     hidden = checked.hidden.reshape(labels.of_row.shape[0] // sp_size, checked.hidden.shape[-1])
     hidden = listed.take(hidden)
     # A main_grad needs the upstream gradient, so autograd sums the losses of the rows here.
-    formed = None if main_grad is not None else scale
+    inner_scale = None if main_grad is not None else scale
     one_pass = needs != 0 and rows.in_one_pass(hidden.dtype)
     of_parameters = operands.WEIGHT | operands.LORA_A | operands.LORA_B
-    scaled = one_pass and formed is not None and needs & of_parameters != 0
+    scaled = one_pass and inner_scale is not None and needs & of_parameters != 0
     chunk, keep = _choose(
-        call, checked, rows, hidden, sp_size, listed=listed.index is not None, scaled=scaled
+        given, checked, rows, hidden, sp_size, listed=listed.index is not None, scaled=scaled
     )
     target = listed.labels.view(sp_size, hidden.shape[0])
-    several_of_row = listed.take(labels.several)
+    label_sets = listed.take(labels.sets)
     token_weight = options.token_weight
     if token_weight is not None:
         token_weight = listed.take(token_weight.detach().to(device, torch.float32).reshape(-1))
     sharded_call = ShardedCall(
         rows=rows,
         target=target,
-        labels=None if several_of_row is None else several_of_row.view(*target.shape, -1),
+        labels=None if label_sets is None else label_sets.view(*target.shape, -1),
         token_weight=None if token_weight is None else token_weight.view(target.shape),
-        scale=formed,
+        scale=inner_scale,
         result=NUMBERS.index(result),
         entropy=options.entropy,
         needs=needs,
         chunk=max(chunk // sp_size, 1),
         keep=keep,
         wide=checked.wide,
-        one_pass=one_pass and (formed is not None or keep),
+        one_pass=one_pass and (inner_scale is not None or keep),
         partial=options.partial_hidden_grad,
         lora_scale=checked.lora_scale,
         main_grad=main_grad,
@@ -436,7 +440,7 @@ def linear_cross_entropy(
         denominator=denominator,
         outputs=outputs,
     )
-    results = run(GivenCall(LOSS, hidden, weight, target, group, head, options))
+    results = run(ShardedArguments(LOSS, hidden, weight, target, group, head, options))
     loss = results.loss if results.loss.dim() == 0 else results.loss.view(target.shape)
     if outputs is None:
         return loss
@@ -506,8 +510,8 @@ def linear_log_prob(
         keep_mb=keep_mb,
         entropy=entropy,
     )
-    call = GivenCall(LOG_PROB, hidden, weight, target, group, head, options)
-    results = run(call, "log_prob")
+    given = ShardedArguments(LOG_PROB, hidden, weight, target, group, head, options)
+    results = run(given, "log_prob")
     log_prob = results.loss.view(target.shape)
-    rows = target.shape[:-1] if call.several_labels() else target.shape
+    rows = target.shape[:-1] if given.has_several_labels() else target.shape
     return (log_prob, results.entropies.view(rows)) if entropy else log_prob

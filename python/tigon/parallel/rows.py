@@ -40,7 +40,7 @@ _label_gradient = raw("cross_entropy_shard_label_gradient", lambda *_: None, "cr
 IGNORED = -(2**63)  # of several labels a row: a label that does not count, whatever the caller's ignore_index
 
 
-class Several(NamedTuple):
+class LabelSets(NamedTuple):
     """Several labels for each of n rows, and what the backward needs of them."""
 
     labels: torch.Tensor  # int64 [n, K] of all classes, IGNORED ones too
@@ -58,13 +58,13 @@ class Rows(NamedTuple):
     class_weight: torch.Tensor | None = None  # float32, of all classes
     shard_weight: torch.Tensor | None = None  # float32 [shards], for smoothing
     kinds: int = 0  # bits: ENTROPY, SMOOTHING, PREDICTED
-    labels: int = 0  # K, if a row has several; its target is then the class `vocab`, which no shard has
+    labels_per_row: int = 0  # K, if a row has several; its target is then the class `vocab`, of no shard
 
     def per_row(self) -> int:
-        return 3 + self.kinds.bit_count() + self.labels
+        return 3 + self.kinds.bit_count() + self.labels_per_row
 
     def classes(self) -> int:
-        return self.shards.vocab + (self.labels > 0)
+        return self.shards.vocab + (self.labels_per_row > 0)
 
     def _numbers(self, *names: str) -> dict:
         """These numbers of the formula, by name."""
@@ -96,33 +96,34 @@ class Rows(NamedTuple):
         A deterministic call scales rows before their rounding, as the head of one GPU does.
         """
         f = self.formula
-        plain = not (f.label_smoothing or f.softcap or f.z_loss or self.labels)
+        plain = not (f.label_smoothing or f.softcap or f.z_loss or self.labels_per_row)
         return plain and dtype != torch.float16 and not is_deterministic()
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor, labels=None, dlogits=None):
-        """Compute this shard's part ``[per_row, rows]``; a shard without classes has probability 0.
+        """Compute this shard's statistics ``[per_row, rows]``; a shard without classes has probability 0.
 
         ``labels``: several for each row. Their scores follow the statistics, row by row. ``dlogits`` is
         written in the same pass, for :meth:`renormalize`; it may be the logits.
         """
-        parts = torch.empty(self.per_row(), target.shape[0], dtype=torch.float32, device=target.device)
+        statistics = torch.empty(self.per_row(), target.shape[0], dtype=torch.float32, device=target.device)
         if self.shards.real == 0:
-            return parts.fill_(-torch.inf)
+            return statistics.fill_(-torch.inf)
         if labels is not None:
-            _, chosen = self._scored(logits, target, labels, parts[-self.labels :].view(labels.shape))
+            scores = statistics[-self.labels_per_row :].view(labels.shape)
+            _, chosen = self._scored(logits, target, labels, scores)
             target = torch.where(chosen == IGNORED, target, chosen + self.shards.first)
         shard = self if dlogits is None else self._replace(class_weight=None)  # a factor of renormalize
-        results = {"parts": parts[: len(parts) - self.labels], "dlogits": dlogits, "kinds": self.kinds}
-        predicted = _statistics.named(**shard._shard(logits, target), **results)
+        results = {"parts": statistics[: self.per_row() - self.labels_per_row], "dlogits": dlogits}
+        predicted = _statistics.named(**shard._shard(logits, target), **results, kinds=self.kinds)
         if self.kinds & PREDICTED:
-            parts[-1] = predicted + self.shards.first
-        return parts
+            statistics[-1] = predicted + self.shards.first
+        return statistics
 
-    def split(self, whole, labels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def split(self, statistics, labels) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The statistics of all shards without the scores, the scores of all labels, the best of each row."""
-        parts = whole.view(self.shards.size, self.per_row(), -1)
-        scores = parts[:, -self.labels :].amax(0).view(labels.shape)
-        return parts[:, : -self.labels].flatten(0, 1), scores, scores.amax(-1)
+        statistics = statistics.view(self.shards.size, self.per_row(), -1)
+        scores = statistics[:, -self.labels_per_row :].amax(0).view(labels.shape)
+        return statistics[:, : -self.labels_per_row].flatten(0, 1), scores, scores.amax(-1)
 
     def log_probs(self, labels, target, scores, top, log_prob) -> torch.Tensor:
         """Compute log_prob of several labels ``[rows, K]``, from that of the one with the best score."""
@@ -130,15 +131,15 @@ class Rows(NamedTuple):
         numbers = {"ignore_index": IGNORED} | self._numbers("softcap", "temperature")
         return _log_probs.named(**of_labels, **numbers).view(labels.shape)
 
-    def combined(self, whole, target, token_weight) -> tuple[torch.Tensor, torch.Tensor]:
+    def combined(self, statistics, target, token_weight) -> tuple[torch.Tensor, torch.Tensor]:
         """NUMBERS ``[6, rows]`` (entropy only if it has statistics) and the predicted classes.
 
-        ``whole``: the parts of all shards, in their order.
+        ``statistics``: of all shards, in their order.
         """
         weights = {"class_weight": self.class_weight, "shard_weight": self.shard_weight}
         places = {"shards": self.shards.size, "shard": self.shards.rank, "classes": self.classes()}
         numbers = self._numbers("ignore_index", "label_smoothing", "z_loss") | {"kinds": self.kinds}
-        rows = {"parts": whole, "target": target, "token_weight": token_weight}
+        rows = {"parts": statistics, "target": target, "token_weight": token_weight}
         return _combine.named(**rows, **weights, **places, **numbers)
 
     def renormalize(self, dlogits, target, numbers, scale) -> torch.Tensor:
@@ -153,23 +154,23 @@ class Rows(NamedTuple):
         return _renormalize.named(dlogits=dlogits, **rows, **formula)
 
     def gradient(
-        self, logits, dlogits, target, log_mass, scale, entropy_scale=None, entropy=None, several=None
+        self, logits, dlogits, target, log_mass, scale, entropy_scale=None, entropy=None, label_sets=None
     ) -> None:
         """Compute dlogits of this shard's columns; they may overwrite the logits."""
         weight_sum, of_labels = None, {}
-        if several is not None:
-            scores = torch.empty(several.labels.shape, device=target.device)
-            own, chosen = self._scored(logits, target, several.labels, scores)
-            of_labels = {"labels": own, "chosen": chosen, "scores": scores, "top": several.top}
+        if label_sets is not None:
+            scores = torch.empty(label_sets.labels.shape, device=target.device)
+            own, chosen = self._scored(logits, target, label_sets.labels, scores)
+            of_labels = {"labels": own, "chosen": chosen, "scores": scores, "top": label_sets.top}
         if self.class_weight is not None and self.formula.label_smoothing:
             weight_sum = self.class_weight.double().sum().float().reshape(1)
         rows = {"dlogits": dlogits, "scale": scale, "entropy_scale": entropy_scale, "log_mass": log_mass}
         rows |= {"all_entropy": entropy, "weight_sum": weight_sum}
         _gradient.named(**self._shard(logits, target), **rows)
-        if several is not None:
+        if label_sets is not None:
             rows = {"dlogits": dlogits, "entropy_scale": entropy_scale, "entropy": entropy}
-            rows |= {"upstream": several.upstream, "log_prob": several.log_prob, "ignore_index": IGNORED}
-            formula = self._numbers("softcap", "temperature", "logit_scale")
+            rows |= {"upstream": label_sets.upstream, "log_prob": label_sets.log_prob}
+            formula = {"ignore_index": IGNORED} | self._numbers("softcap", "temperature", "logit_scale")
             _label_gradient.named(**of_labels, **rows, **formula)
 
 

@@ -39,7 +39,7 @@ from tigon.ops.loss_head.matmuls import compute_gradients, compute_logits
 from tigon.ops.loss_head.operands import HIDDEN, NEEDS, WEIGHT
 from tigon.parallel.collectives import Work
 from tigon.parallel.plan import divide
-from tigon.parallel.rows import IGNORED, NUMBERS, Rows, Several, total
+from tigon.parallel.rows import IGNORED, NUMBERS, LabelSets, Rows, total
 
 OP = "parallel.linear_cross_entropy"
 
@@ -87,18 +87,18 @@ class ShardPass(RowPass):
         narrow = len(chunks) == 1 and weight.dtype == dtype == torch.bfloat16
         self.dweight_dtype = dtype if narrow else torch.float32
 
-    def form(self) -> None:
+    def allocate(self) -> None:
         """Allocate the gradients."""
         needs, main_grad = self.call.needs, self.call.main_grad
         needs = needs if main_grad is None else needs & ~WEIGHT
-        self.formed = Gradients(self, needs, self.width, self.dweight_dtype, self.lora[0])
+        self.gradients = Gradients(self, needs, self.width, self.dweight_dtype, self.lora[0])
         self.first_part = self.first = True
         if main_grad is not None:
-            self.formed.dweight = main_grad
+            self.gradients.dweight = main_grad
 
     def add_hidden(self, part: Part, hidden, dlogits, factor=None) -> None:
         """A part's matmuls for hidden and A, which are summed over the shards; starts hidden's reduction."""
-        dhidden, dlora_a, own, whole = self.formed.dhidden, self.formed.dlora_a, None, None
+        dhidden, dlora_a, own, whole = self.gradients.dhidden, self.gradients.dlora_a, None, None
         if dhidden is None and dlora_a is None:
             return
         if dhidden is not None:
@@ -122,14 +122,14 @@ class ShardPass(RowPass):
 
     def add_others(self, chunk: Chunk, hidden, dlogits, factor=None) -> None:
         """A chunk's matmuls for the parameters of this shard."""
-        formed, added = self.formed, self.call.main_grad is not None
-        if chunk.last and formed.dlora_a is not None:
-            self.work.start_all_reduce(formed.dlora_a)  # a sum over all classes, as hidden's gradient is
-        given = {"dweight": formed.dweight, "dbias": formed.dbias, "dlora_b": formed.dlora_b}
-        given = {name: g[: self.vocab] for name, g in given.items() if g is not None}
-        if self.vocab and given:
+        gradients, added = self.gradients, self.call.main_grad is not None
+        if chunk.last and gradients.dlora_a is not None:
+            self.work.start_all_reduce(gradients.dlora_a)  # a sum over all classes, as hidden's gradient is
+        own = {name: getattr(gradients, name) for name in ("dweight", "dbias", "dlora_b")}
+        own = {name: g[: self.vocab] for name, g in own.items() if g is not None}
+        if self.vocab and own:
             sums = {"factor": factor, "first": self.first, "add_dweight": added, "lora": self.lora}
-            compute_gradients(dlogits, hidden, self.weight, **given, **sums)
+            compute_gradients(dlogits, hidden, self.weight, **own, **sums)
         self.first = False
 
     def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
@@ -189,28 +189,31 @@ class ForwardResults(NamedTuple):
 
 
 class ForwardPass(ShardPass):
-    """The losses, and the gradients of a scalar one."""
+    """The losses, and the gradients of a scalar one.
+
+    ``gradients`` are of a scalar loss, ``kept`` is dlogits of losses of rows; a call has one or neither. One
+    pass leaves factors of rows: ``kept_factor`` of ``kept``, ``factors`` of a chunk's parts. Parts are
+    ``pending`` while their statistics are gathered. Several labels a row have ``log_probs`` and ``top``.
+    """
 
     def memory(self, rows: int) -> None:
         call, hidden, wide = self.call, self.hidden, self.logit_dtype != self.hidden.dtype
         self.numbers = hidden.new_empty(len(NUMBERS), *call.target.shape, dtype=torch.float32)
         self.predicted = torch.empty_like(call.target)
-        several = call.labels is not None
-        self.log_probs = self.numbers.new_empty(call.labels.shape) if several else None
-        self.top = self.numbers.new_empty(call.target.shape) if several else None
+        sets = call.labels is not None
+        self.log_probs = self.numbers.new_empty(call.labels.shape) if sets else None
+        self.top = self.numbers.new_empty(call.target.shape) if sets else None
         forms = call.scale is not None and call.needs != 0
         keeps = call.keep and call.scale is None and call.needs != 0
         self.kept = self.space(call.target.numel()) if keeps else None
         self.chunk_logits = None if keeps and not wide else self.space(rows, self.logit_dtype)
         self.chunk_dlogits = self.space(rows) if wide and forms else self.chunk_logits
-        self.formed = None
+        self.gradients = None
         if forms:
-            self.form()
-        # Of the rows of kept dlogits, which one pass has formed.
-        formed_once = keeps and call.one_pass and self.vocab > 0
-        self.kept_factor = self.numbers.new_empty(call.target.shape) if formed_once else None
-        self.owed = []  # parts whose statistics are being gathered
-        self.factors = []  # of the rows of a chunk's parts
+            self.allocate()
+        renormalizes = keeps and call.one_pass and self.vocab > 0
+        self.kept_factor = self.numbers.new_empty(call.target.shape) if renormalizes else None
+        self.pending, self.factors = [], []
 
     def losses(self, part, target, gathered) -> torch.Tensor:
         """Store a part's losses, from the statistics of all shards; return NUMBERS of its rows."""
@@ -239,7 +242,7 @@ class ForwardPass(ShardPass):
         return token_weight if early is None else token_weight * early
 
     def rows(self, chunk: Chunk, part: Part, hidden) -> None:
-        target, formed = self.select(self.call.target, part), self.formed
+        target, gradients = self.select(self.call.target, part), self.gradients
         kept = None if self.kept is None else self.kept[chunk.at]
         whole = kept if self.chunk_logits is None else self.chunk_logits
         to = self.chunk_dlogits if kept is None else kept
@@ -249,43 +252,43 @@ class ForwardPass(ShardPass):
         dlogits = to[part.at] if self.call.one_pass else None
         labels = self.select(self.call.labels, part)
         statistics = self.shard.statistics(logits, target, labels, dlogits)
-        self.owed.append((part, target, self.work.start_gather(statistics)))
-        if formed is None and kept is None:
-            if len(self.owed) > 1:
-                self.losses(*self.owed.pop(0))
+        self.pending.append((part, target, self.work.start_gather(statistics)))
+        if gradients is None and kept is None:
+            if len(self.pending) > 1:
+                self.losses(*self.pending.pop(0))
             return
         if not part.last:
             return
         if self.call.one_pass:
             self.renormalize(hidden, to)
-        for owed, target, gathered in self.owed:
-            log_mass = self.losses(owed, target, gathered)[NUMBERS.index("log_mass")]
-            factor = None if formed is None else self.factor(owed)
-            self.differentiate(whole[owed.at], to[owed.at], target, log_mass, factor)
-            if formed is not None:
-                self.add_hidden(owed, hidden[owed.at], to[owed.at])
-        self.owed.clear()
-        if formed is not None:
+        for ready, target, gathered in self.pending:
+            log_mass = self.losses(ready, target, gathered)[NUMBERS.index("log_mass")]
+            factor = None if gradients is None else self.factor(ready)
+            self.differentiate(whole[ready.at], to[ready.at], target, log_mass, factor)
+            if gradients is not None:
+                self.add_hidden(ready, hidden[ready.at], to[ready.at])
+        self.pending.clear()
+        if gradients is not None:
             factor = torch.cat(self.factors) if self.factors else None
             self.factors.clear()
             self.add_others(chunk, hidden, to[: hidden.shape[0]], factor)
 
     def renormalize(self, hidden, dlogits) -> None:
-        """Finish dlogits of the parts whose statistics are owed, and form hidden's gradient of them."""
-        for part, target, gathered in self.owed:
-            found, factor = self.losses(part, target, gathered), None
+        """Finish dlogits of the parts whose statistics are pending, and compute hidden's gradient of them."""
+        for part, target, gathered in self.pending:
+            numbers, factor = self.losses(part, target, gathered), None
             if self.vocab:
-                scale = None if self.formed is None else self.factor(part)
-                factor = self.shard.renormalize(dlogits[part.at], target, found, scale)
+                scale = None if self.gradients is None else self.factor(part)
+                factor = self.shard.renormalize(dlogits[part.at], target, numbers, scale)
             if self.kept_factor is not None:
                 self.kept_factor[:, part.begin : part.end] = factor.view(self.sp_size, -1)
-            if self.formed is not None:
+            if self.gradients is not None:
                 self.factors += [] if factor is None else [factor]
                 self.add_hidden(part, hidden[part.at], dlogits[part.at], factor)
-        self.owed.clear()
+        self.pending.clear()
 
     def finish(self):
-        for entry in self.owed:
+        for entry in self.pending:
             self.losses(*entry)
         self.work.wait()
         log_probs, top = (None if t is None else t.flatten(0, 1) for t in (self.log_probs, self.top))
@@ -294,7 +297,7 @@ class ForwardPass(ShardPass):
             predicted=self.predicted.flatten(),
             kept=self.kept,
             kept_factor=None if self.kept_factor is None else self.kept_factor.flatten(),
-            gradients=self.formed,
+            gradients=self.gradients,
             log_probs=log_probs,
             top=top,
         )
@@ -307,12 +310,12 @@ class BackwardPass(ShardPass):
         self, call, operands, *, log_mass, entropy, kept, top, label, upstream, entropy_upstream
     ) -> None:
         super().__init__(call, *operands)
-        self.several = None
+        self.label_sets = None
         if call.labels is not None:  # the row pass has the sum of a row's, and no label
             upstream = torch.where(call.labels.flatten(0, 1) == IGNORED, 0.0, upstream)
             of_rows = {"upstream": upstream, "top": top, "log_prob": label}
             shaped = {name: t.view(*call.target.shape, *t.shape[1:]) for name, t in of_rows.items()}
-            self.several = Several(call.labels, **shaped)
+            self.label_sets = LabelSets(call.labels, **shaped)
             upstream = upstream.sum(-1)
         if call.token_weight is not None:
             upstream = upstream * call.token_weight.flatten()
@@ -330,7 +333,7 @@ class BackwardPass(ShardPass):
             self.chunk_logits = self.space(rows, self.logit_dtype)
             wide = self.logit_dtype != self.hidden.dtype
             self.chunk_dlogits = self.space(rows) if wide else self.chunk_logits
-        self.form()
+        self.allocate()
 
     def rows(self, chunk: Chunk, part: Part, hidden) -> None:
         own = None if hidden is None else hidden[part.at]
@@ -341,7 +344,7 @@ class BackwardPass(ShardPass):
             target, log_mass = (self.select(t, part) for t in (self.call.target, self.log_mass))
             options = {"entropy_scale": self.entropy_upstream, "entropy": self.entropy}
             options = {name: self.select(t, part) for name, t in options.items()}
-            options["several"] = self.labelled(part)
+            options["label_sets"] = self.labelled(part)
             self.differentiate(
                 logits, to[part.at], target, log_mass, None if self.late else factor, **options
             )
@@ -351,15 +354,14 @@ class BackwardPass(ShardPass):
             factor = self.select(self.upstream, chunk) if self.late else None
             self.add_others(chunk, hidden, to[:count], factor)
 
-    def labelled(self, part: Part) -> Several | None:
+    def labelled(self, part: Part) -> LabelSets | None:
         """The labels of a part's rows, if they have several."""
-        if self.several is None:
-            return None
-        return Several(*(self.select(t, part) for t in self.several))
+        sets = self.label_sets
+        return None if sets is None else LabelSets(*(self.select(t, part) for t in sets))
 
     def finish(self) -> tuple:
         self.work.wait()
-        return self.formed.as_tuple()
+        return self.gradients.as_tuple()
 
 
 def _float_bias(bias, dtype, wide, real):
@@ -375,41 +377,42 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: ShardedCall, hidden, *parameters):
-        found = ForwardPass(call, hidden.detach(), *parameters).run()
-        numbers = found.numbers
+        results = ForwardPass(call, hidden.detach(), *parameters).run()
+        numbers = results.numbers
         ctx.call = call
         ctx.dtypes = tuple(parameters[0].dtype if p is None else p.dtype for p in parameters)
         entropy = numbers[NUMBERS.index("entropy")].clone() if call.entropy else numbers.new_empty(0)
-        ctx.mark_non_differentiable(numbers, found.predicted)
+        ctx.mark_non_differentiable(numbers, results.predicted)
         if call.scale is not None:
             ctx.mark_non_differentiable(entropy)
-            if found.gradients is not None:
+            if results.gradients is not None:
                 none = hidden.new_empty(0)
-                formed = (none if g is None else g for g in found.gradients.as_tuple())
-                ctx.save_for_backward(call.scale.reshape(()), *formed)
-            return total(numbers[0], call.scale), entropy, numbers, found.predicted
+                gradients = (none if g is None else g for g in results.gradients.as_tuple())
+                ctx.save_for_backward(call.scale.reshape(()), *gradients)
+            return total(numbers[0], call.scale), entropy, numbers, results.predicted
         ctx.set_materialize_grads(False)
         if not call.entropy:
             ctx.mark_non_differentiable(entropy)
         log_mass = numbers[NUMBERS.index("log_mass")].clone()
-        result = numbers[call.result].clone() if found.log_probs is None else found.log_probs
-        label = None if found.top is None else numbers[NUMBERS.index("log_prob")].clone()
-        kept = (found.kept, found.kept_factor)
-        ctx.save_for_backward(hidden, *parameters, log_mass, entropy, *kept, found.top, label)
-        return result, entropy, numbers, found.predicted
+        result = numbers[call.result].clone() if results.log_probs is None else results.log_probs
+        label = None if results.top is None else numbers[NUMBERS.index("log_prob")].clone()
+        kept = (results.kept, results.kept_factor)
+        ctx.save_for_backward(hidden, *parameters, log_mass, entropy, *kept, results.top, label)
+        return result, entropy, numbers, results.predicted
 
     @staticmethod
     @once(OP)
     def backward(ctx, dloss, dentropy, *_):
         call = ctx.call
         if call.scale is not None:
-            found = scale_gradients(dloss, ctx.saved_tensors, *ctx.dtypes[:2])
+            gradients = scale_gradients(dloss, ctx.saved_tensors, *ctx.dtypes[:2])
         elif dloss is None and dentropy is None:
             return (None,) * (1 + len(NEEDS))
         else:
-            found = _row_gradients(ctx, dloss, dentropy)
+            gradients = _row_gradients(ctx, dloss, dentropy)
         needs = call.needs if call.main_grad is None else call.needs & ~WEIGHT
-        dhidden, *others = (g if needs & bit else None for bit, g in zip(NEEDS.values(), found, strict=True))
+        pairs = zip(NEEDS.values(), gradients, strict=True)
+        dhidden, *others = (g if needs & bit else None for bit, g in pairs)
         typed = (None if g is None else g.to(dtype) for g, dtype in zip(others, ctx.dtypes, strict=True))
         return None, dhidden, *typed
 
@@ -419,9 +422,8 @@ def _row_gradients(ctx, dloss, dentropy):
     *operands, log_mass, entropy, kept, kept_factor, top, label = ctx.saved_tensors
     upstream = dloss
     if upstream is None:
-        upstream = torch.zeros_like(
-            log_mass if call.labels is None else call.labels.flatten(0, 1), dtype=torch.float32
-        )
+        like = log_mass if call.labels is None else call.labels.flatten(0, 1)
+        upstream = torch.zeros_like(like, dtype=torch.float32)
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass computes the loss, -log_prob
     if kept_factor is not None:

@@ -14,7 +14,7 @@ from tigon.ops.loss_head import operands, top_k
 from tigon.ops.loss_head.linear_divergence import Divergence, check_options
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.parallel.cross_entropy import check_eager
-from tigon.parallel.head import LOG_PROB, GivenCall, ShardedOptions, run
+from tigon.parallel.head import LOG_PROB, ShardedArguments, ShardedOptions, run
 
 OP = "parallel.linear_kl_div"
 
@@ -34,13 +34,13 @@ def _distilled(
     operands.check_token_weight(OP, d.token_weight, labels)
     dtype = operands.autocast(hidden).dtype
     tensors = (values_of(t, hidden.device) for t in (d.teacher[1], d.token_weight))
-    compared = d._replace(teacher=None, token_weight=None, denominator=number_of(d.denominator))
-    more = (OP, *compared, *tensors)
+    divergence = d._replace(teacher=None, token_weight=None, denominator=number_of(d.denominator))
+    compared = (OP, *divergence, *tensors)
 
     def log_prob(target, *, entropy=False, **options):
-        sharded = shard_options._replace(entropy=entropy, more=more)
-        call = GivenCall(LOG_PROB, hidden, weight, target, group, HeadOptions(**options), sharded)
-        results = run(call, "log_prob")
+        sharded = shard_options._replace(entropy=entropy, compared=compared)
+        given = ShardedArguments(LOG_PROB, hidden, weight, target, group, HeadOptions(**options), sharded)
+        results = run(given, "log_prob")
         values = results.loss.view(target.shape)
         return (values, results.entropies.view(labels.shape)) if entropy else values
 

@@ -42,11 +42,11 @@ def install(*, replace: bool = False) -> None:
     """
     if installed():
         return
-    found = _on_disk()
-    if found and not replace:
+    installation = _on_disk()
+    if installation and not replace:
         raise Error(
             "[compat.liger] liger_kernel must not be installed, or replace=True must be given to hide it in "
-            f"this process, got the installation at {found}"
+            f"this process, got the installation at {installation}"
         )
     _forget_modules()
     sys.meta_path.insert(0, Finder())
@@ -65,8 +65,8 @@ def uninstall() -> None:
 
 def adopt(package: str) -> None:
     """Fill the ``liger_kernel`` package on disk, that of ``compat/liger_kernel``, with the interface."""
-    found = importlib.metadata.distributions(name=DISTRIBUTION)
-    for other in () if installed() else found:
+    distributions = importlib.metadata.distributions(name=DISTRIBUTION)
+    for other in () if installed() else distributions:
         if other.metadata["Summary"] != OURS:
             raise ImportError(
                 f"{OURS} and {DISTRIBUTION} {other.version} are both installed and share one folder: "

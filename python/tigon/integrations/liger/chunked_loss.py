@@ -339,7 +339,7 @@ class LigerFusedLinearGRPOLoss(Loss):
             if ref is None:
                 with torch.no_grad():
                     ref = _log_prob(ref_input, ref_weight, target, ref_bias, -100, self.temperature)
-        found = tigon.linear_policy(
+        result = tigon.linear_policy(
             _input.reshape(*target.shape, _input.shape[-1]),
             lin_weight,
             target,
@@ -358,9 +358,9 @@ class LigerFusedLinearGRPOLoss(Loss):
             **self._denominator(mask, num_items_in_batch),
         )
         tokens = mask.sum().clamp(min=1.0)
-        divergence = found.loss.new_zeros(()) if ref is None else found.kl.sum() / tokens  # 0 from itself
+        divergence = result.loss.new_zeros(()) if ref is None else result.kl.sum() / tokens  # 0 from itself
         metrics = [divergence] if self.beta != 0.0 else []
-        return found.loss, (*metrics, (found.clipped != 0).sum() / tokens)
+        return result.loss, (*metrics, (result.clipped != 0).sum() / tokens)
 
     def _kind(self) -> str:
         """Tigon's word for the formula; what fits nothing is refused."""
@@ -439,7 +439,7 @@ class LigerFusedLinearJSDLoss(Loss):
     ):
         count = (true_labels != self.ignore_index).sum().clamp(min=1)
         biases = () if teacher_bias is None else (teacher_bias,)
-        found = tigon.linear_jsd(
+        result = tigon.linear_jsd(
             student_input,
             student_weight,
             (teacher_input, teacher_weight, *biases),
@@ -454,8 +454,8 @@ class LigerFusedLinearJSDLoss(Loss):
             outputs=("loss", "soft", "hard") if self.return_soft_hard_loss else ("loss",),
         )
         if not self.return_soft_hard_loss:
-            return found
-        return found.loss, found.soft.sum() / count, found.hard.sum() / count
+            return result
+        return result.loss, result.soft.sum() / count, result.hard.sum() / count
 
 
 class LigerFusedLinearDistillationBase(torch.autograd.Function):

@@ -41,10 +41,10 @@ def on_construction(model_type: str, patch: Callable) -> list[type]:
 def _alive(model_type: str, classes: tuple[type, ...]) -> list[PreTrainedModel]:
     """The models of this type in this process that Tigon is not in, without those inside of another one."""
     models = [v for v in gc.get_objects() if issubclass(type(v), PreTrainedModel) and "config" in vars(v)]
-    found = [m for m in models if isinstance(m, classes) and m.config.model_type == model_type]
+    candidates = [m for m in models if isinstance(m, classes) and m.config.model_type == model_type]
     patched = [m for m in models if STATE in vars(m)]
-    inside = {id(part) for model in (*found, *patched) for part in model.modules() if part is not model}
-    return [model for model in found if id(model) not in inside and model not in patched]
+    inside = {id(part) for model in (*candidates, *patched) for part in model.modules() if part is not model}
+    return [model for model in candidates if id(model) not in inside and model not in patched]
 
 
 def forget() -> None:

@@ -169,20 +169,20 @@ def apply_liger_kernel_to_megatron(
     Raises:
         ImportError: Megatron-Core, or one of the names, is not there. Nothing is modified.
     """
-    found = []
+    entries = []
     if cross_entropy:
-        found.append((_replace_fused, *_find("fusions.fused_cross_entropy", _FUSED, "cross_entropy")))
-        found.append((_replace_unfused, *_find("tensor_parallel.cross_entropy", _UNFUSED, "cross_entropy")))
+        entries.append((_replace_fused, *_find("fusions.fused_cross_entropy", _FUSED, "cross_entropy")))
+        entries.append((_replace_unfused, *_find("tensor_parallel.cross_entropy", _UNFUSED, "cross_entropy")))
     if rms_norm:
         provider, _ = _find("models.backends", "LocalSpecProvider", "rms_norm")
-        found.append((_replace_norm_of_spec, provider.LocalSpecProvider, "layer_norm"))
+        entries.append((_replace_norm_of_spec, provider.LocalSpecProvider, "layer_norm"))
         block, name = _find("transformer.transformer_block", "LayerNormImpl", "rms_norm")
         wrapper, _ = _find("transformer.torch_norm", "WrappedTorchNorm", "rms_norm")
         if block.LayerNormImpl is wrapper.WrappedTorchNorm:
-            found.append((_replace_norm_of_block, block, name))
+            entries.append((_replace_norm_of_block, block, name))
     if swiglu:
-        found.append((_replace_swiglu, *_find("fusions.fused_bias_swiglu", "SwiGLUFunction", "swiglu")))
-    for replacement, owner, name in found:
+        entries.append((_replace_swiglu, *_find("fusions.fused_bias_swiglu", "SwiGLUFunction", "swiglu")))
+    for replacement, owner, name in entries:
         original = getattr(owner, name)
         if not getattr(original, _PATCHED, False):
             ours = replacement(original)

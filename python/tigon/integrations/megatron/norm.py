@@ -164,11 +164,11 @@ def plan_norm(module: nn.Module):
     if isinstance(module, RMSNorm | LayerNorm):
         return None, f"tigon.megatron.{type(module).__name__}"
     if type(module) is nn.RMSNorm:
-        found = _torch_rms, "tigon.rms_norm"
+        plan = _torch_rms, "tigon.rms_norm"
     elif type(module) is nn.LayerNorm or is_one_of(module, FUSED_LAYER_NORM):
-        found = _layer, "tigon.layer_norm"
+        plan = _layer, "tigon.layer_norm"
     elif is_one_of(module, L2_NORM):
-        found = _l2, "tigon.rms_norm"
+        plan = _l2, "tigon.rms_norm"
     elif name.startswith(("transformer_engine.", "megatron.core.extensions.transformer_engine")):
         own = "Norm" in type(module).__name__
         return "Transformer Engine's kernel; a spec with tigon.megatron.Norm replaces it" if own else None
@@ -176,7 +176,7 @@ def plan_norm(module: nn.Module):
         return None
     if len(getattr(module, "normalized_shape", (0,))) != 1:
         return f"it normalises over {tuple(module.normalized_shape)}, more than one dimension"
-    return blocked(module) or found
+    return blocked(module) or plan
 
 
 def _torch_rms(module, spec, x):

@@ -89,9 +89,9 @@ class Canonical:
 
 def canonical(function, cls: type | None = None) -> Canonical:
     """The canonical expression of a function, or of a method of `cls`, with helper methods of `cls`."""
-    found, reads = _evaluated(function, cls)
+    expression, reads = _evaluated(function, cls)
     if all(_now(place, name) is value for place, name, value in reads):
-        return found
+        return expression
     return _evaluated.__wrapped__(function, cls)[0]  # a name means something else by now
 
 
@@ -141,9 +141,9 @@ def source_tree(function) -> ast.AST:
 @functools.lru_cache(maxsize=8)
 def _functions(text: str) -> dict[int, ast.FunctionDef | ast.Lambda]:
     """The functions of a file by their first line, without lines that several functions share."""
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
-    lines = Counter(node.lineno for node in found)
-    return {node.lineno: node for node in found if lines[node.lineno] == 1}
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    lines = Counter(node.lineno for node in nodes)
+    return {node.lineno: node for node in nodes if lines[node.lineno] == 1}
 
 
 def function_node(function) -> ast.FunctionDef | ast.Lambda:

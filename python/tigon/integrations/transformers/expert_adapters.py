@@ -57,8 +57,8 @@ def _unwrapped(module: nn.Module) -> tuple[list[nn.Module], nn.Module]:
 
 def _run_of(base: nn.Module, planned: dict[int, Callable]) -> Callable | None:
     """The replacement that runs a layer of experts: bound to it, or about to be."""
-    found = planned.get(id(base)) or next((b.function for b in (bound(base, LAYER), bound(base)) if b), None)
-    return found if found in (layer_forward, batched_forward) else None
+    run = planned.get(id(base)) or next((b.function for b in (bound(base, LAYER), bound(base)) if b), None)
+    return run if run in (layer_forward, batched_forward) else None
 
 
 def _refuse_codes(wrapper) -> None:
@@ -88,14 +88,14 @@ def plan_wrapper(module: nn.Module, planned: dict[int, Callable]) -> tuple[Adapt
         return (
             f"tigon.experts has no adapter of {others[0]}" if others else "the experts have another forward"
         )
-    found = _adapters(wrappers, base, run)
-    now = f"; PEFT's forward now: {found}" if isinstance(found, str) else ""
+    adapters = _adapters(wrappers, base, run)
+    now = f"; PEFT's forward now: {adapters}" if isinstance(adapters, str) else ""
     return AdapterSpec(type(base).forward), f"tigon.experts (adapters of {', '.join(names)}{now})"
 
 
 def _adapters(wrappers, base, run) -> dict[str, tuple] | str:
     """(a, b, scale) by parameter, or why PEFT computes this call."""
-    transposed, found = run is batched_forward or base.is_transposed, {}
+    transposed, adapters = run is batched_forward or base.is_transposed, {}
     inside = (*wrappers[1:], base)
     if any(has_hooks(module) or foreign(module) or not calls_forward(module) for module in inside):
         return "a hook or another forward inside"
@@ -120,8 +120,8 @@ def _adapters(wrappers, base, run) -> dict[str, tuple] | str:
             # A belongs to the last dimension if PEFT has swapped them, else to the one after the experts.
             if bool(getattr(wrapper, "_did_swap_in_out_features", False)) == transposed:
                 a, b = b.mT, a.mT
-            found[wrapper.parameter_name] = a, b, wrapper.scaling[name]
-    return found
+            adapters[wrapper.parameter_name] = a, b, wrapper.scaling[name]
+    return adapters
 
 
 def wrapper_forward(module: nn.Module, spec: AdapterSpec, *args, **kwargs):

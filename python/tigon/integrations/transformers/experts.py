@@ -216,14 +216,14 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
         len(stacked) > 1 and _activates(module)
     ):
         return None
-    found = recognise(module, BATCHED_EXPERTS)
-    if not isinstance(found, Match):
-        return f"unrecognised forward: {found or 'no form of experts in the table'}"
-    fields, reason = _fields(module, found)
+    match = recognise(module, BATCHED_EXPERTS)
+    if not isinstance(match, Match):
+        return f"unrecognised forward: {match or 'no form of experts in the table'}"
+    fields, reason = _fields(module, match)
     reason = blocked(module) or reason
     if reason is not None:
         return reason
-    op = f"{FUSED[fields['activation']][0]} ({found.structure.name})"
+    op = f"{FUSED[fields['activation']][0]} ({match.structure.name})"
     return batched_forward, module, "forward", ExpertsSpec(**fields), op
 
 
@@ -248,12 +248,12 @@ def _plan_layer(module) -> tuple | None:
     before = implementation(module)
     if before == "eager" and "float" in _note_loop(type(module)).__code__.co_names:
         return None  # its loop multiplies in float32
-    found = Match(Structure("no gate", None, {}), {"act": "act_fn"})
+    match = Match(Structure("no gate", None, {}), {"act": "act_fn"})
     if module.has_gate:
-        found = recognise(module, EXPERT_GATES, GATE)
-    if not isinstance(found, Match):
+        match = recognise(module, EXPERT_GATES, GATE)
+    if not isinstance(match, Match):
         return None
-    fields, _ = _fields(module, found)
+    fields, _ = _fields(module, match)
     if "alpha" in fields:
         fields["activation"] = "swiglu_oai"
     elif "limit" in fields:
@@ -262,7 +262,7 @@ def _plan_layer(module) -> tuple | None:
     if fields["activation"] not in KINDS:
         return None
     spec = ExpertsSpec(**fields, before="grouped_mm" if before == IMPLEMENTATION else before)
-    return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
+    return layer_forward, module, LAYER, spec, f"tigon.experts ({match.structure.name})"
 
 
 _switched: dict[int, str] = {}  # id of a configuration -> what ran the experts before `switch`
@@ -307,19 +307,19 @@ def _plan_gate(module):
             return None
         by = "tigon.relu_squared (experts)"
         return blocked(module.act_fn) or (squared_forward, module.act_fn, "forward", None, by)
-    found = recognise(module, EXPERT_GATES, GATE)
-    if isinstance(found, str):
-        return f"unrecognised gate: {found}"
-    if found is None:
+    match = recognise(module, EXPERT_GATES, GATE)
+    if isinstance(match, str):
+        return f"unrecognised gate: {match}"
+    if match is None:
         return "a gate that no op of tigon computes"
     if not _calls_gate(module) and getattr(module.config, "_experts_implementation", None) in ("eager", None):
         return EAGER
-    fields, reason = _fields(module, found)
+    fields, reason = _fields(module, match)
     if reason is not None:
         return reason
     op = "tigon.swiglu_oai" if "alpha" in fields else FUSED[fields["activation"]][0]
     op = "tigon.swiglu" if "halves" in fields else op
-    return gate_forward, module, GATE, ExpertsSpec(**fields), f"{op} ({found.structure.name})"
+    return gate_forward, module, GATE, ExpertsSpec(**fields), f"{op} ({match.structure.name})"
 
 
 def _calls_gate(module) -> bool:

@@ -74,8 +74,8 @@ class Following(Forward):
 def _helpers(kind: type, method) -> tuple:
     """The methods of a class that one of its methods names, by name."""
     names = getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", ()) if method else ()
-    found = ((name, getattr(kind, name, None)) for name in names if name not in vars(nn.Module))
-    return tuple((name, f) for name, f in found if isinstance(f, types.FunctionType))
+    members = ((name, getattr(kind, name, None)) for name in names if name not in vars(nn.Module))
+    return tuple((name, f) for name, f in members if isinstance(f, types.FunctionType))
 
 
 def _same_methods(kind: type, known: type) -> bool:
@@ -213,13 +213,13 @@ def plain(*tensors) -> bool:
 
 def read(module: nn.Module, *names) -> list:
     """The attributes of these names; other values are returned. torch looks for parameters last."""
-    own, found = module._parameters, []
+    own, values = module._parameters, []
     for name in names:
         if isinstance(name, str):
             value = own.get(name)
             name = getattr(module, name) if value is None else value
-        found.append(name)
-    return found
+        values.append(name)
+    return values
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

@@ -191,9 +191,9 @@ class _Step:
         del self.output
         off = torch.autocast(self.device.type, enabled=False)  # as where programs call loss.backward()
         with off, self.parameters as stand_ins:  # checkpoints run layers again
-            found = torch.autograd.grad(loss, stand_ins.parameters, graph.upstream, allow_unused=True)
-        graph.used = [p for p, g in zip(self.watch.trained, found, strict=True) if g is not None]
-        return [g for g in found if g is not None]
+            gradients = torch.autograd.grad(loss, stand_ins.parameters, graph.upstream, allow_unused=True)
+        graph.used = [p for p, g in zip(self.watch.trained, gradients, strict=True) if g is not None]
+        return [g for g in gradients if g is not None]
 
     def both(self) -> None:
         self.forward()
@@ -352,11 +352,11 @@ class ModelGraphs:
         pairs = self._times.get(key)
         if pairs is None or len(pairs["graph"]) < MEASURED:
             return
-        found = {what: [self._kind.between(*pair) for pair in some] for what, some in pairs.items()}
-        if None in found["graph"]:
+        durations = {what: [self._kind.between(*pair) for pair in some] for what, some in pairs.items()}
+        if None in durations["graph"]:
             return
         del self._times[key]
-        if min(found["graph"]) > min(found["eager"]):
+        if min(durations["graph"]) > min(durations["eager"]):
             self._refused[key] = "an eager call is as fast: the device is the limit"
             self._drop(key)
             self._close()
@@ -484,16 +484,16 @@ class ModelGraphs:
     def _output(self, graph: _Graph, sort: Given):
         call = _Call(self, graph, self.generation)
         self._pending = weakref.ref(call)
-        found = {self._result: _Replayed.apply(call, sort.cut(graph.result), *graph.used)}
+        outputs = {self._result: _Replayed.apply(call, sort.cut(graph.result), *graph.used)}
         parameter, parts = self._watch.trained[0], graph.parts
         for (name, needs), value in zip(parts.values, parts.tensors, strict=False):
             value = sort.cut(value).clone()
-            found[name] = Refusing.apply(value, parameter) if needs else value
+            outputs[name] = Refusing.apply(value, parameter) if needs else value
         if parts.logits is not None:
-            found[parts.logits[0]] = replayed_logits(
+            outputs[parts.logits[0]] = replayed_logits(
                 parts, (self, self.generation), sort.length or None, parameter
             )
-        return parts.put_together(found)
+        return parts.put_together(outputs)
 
     # --- the end of graphs ---------------------------------------------------------------
 

@@ -148,10 +148,10 @@ def _expression(function) -> tuple[ast.expr, tuple[str, ...]]:
 
 def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
     """Plan a decoder layer whose forward mixes streams: (rewritten forward, op), why it is left, or None."""
-    found = rewrite(type(module).forward)
-    if found is None:
+    rewritten = rewrite(type(module).forward)
+    if rewritten is None:
         return None
-    by = f"tigon.hyper_connection_post ({found[0]} places)"
+    by = f"tigon.hyper_connection_post ({rewritten[0]} places)"
     return blocked(module) or (Rewritten(rewrite, type(module)), by)
 
 
@@ -169,9 +169,9 @@ def _replace(node: ast.FunctionDef) -> int:
     def call(part: ast.expr) -> str | None:
         for name, function in _STREAMS.items():
             expression, parameters = _expression(function)
-            found = dict.fromkeys(parameters)
-            if same_form(expression, part, found) and all(map(str.isidentifier, found.values())):
-                return f"{name}({', '.join(f'{parameter}={value}' for parameter, value in found.items())})"
+            holes = dict.fromkeys(parameters)
+            if same_form(expression, part, holes) and all(map(str.isidentifier, holes.values())):
+                return f"{name}({', '.join(f'{parameter}={value}' for parameter, value in holes.items())})"
         return None
 
     return replace_expressions(node, call)

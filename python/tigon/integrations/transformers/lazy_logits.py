@@ -52,8 +52,8 @@ def _while_owed(method):
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
-        found = method(self, *args, **kwargs) if self._owed else None
-        return getattr(self.materialise(), method.__name__)(*args, **kwargs) if found is None else found
+        result = method(self, *args, **kwargs) if self._owed else None
+        return getattr(self.materialise(), method.__name__)(*args, **kwargs) if result is None else result
 
     return call
 

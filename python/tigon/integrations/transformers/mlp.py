@@ -184,11 +184,11 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     """Plan an MLP: (spec, op), why it is left, or None for a module of another kind."""
     if next(module.children(), None) is None:
         return None
-    found = recognise(module, MLPS)
-    if not isinstance(found, Match):
-        why = found or "not act(gate) * up between two matmuls"
+    match = recognise(module, MLPS)
+    if not isinstance(match, Match):
+        why = match or "not act(gate) * up between two matmuls"
         return f"unrecognised forward: {why}" if _looks_gated(module) else None
-    roles, options = dict(found.roles), dict(found.structure.options)
+    roles, options = dict(match.roles), dict(match.structure.options)
     if "up" in roles and getattr(module, roles["up"]) is None:
         return None
     ungated = not {"gate", "gate_up"} & roles.keys()
@@ -209,11 +209,11 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
     roles.pop("training", None)
     part = None if act is None else Part.named(module, act)
-    calls = [name for name in found.calls if name in (roles.get("up"), roles.get("gate"))]
+    calls = [name for name in match.calls if name in (roles.get("up"), roles.get("gate"))]
     up_first = len(calls) == 2 and calls[0] == roles["up"]
     return MlpSpec(
         activation, before=before, part=part, up_called_first=up_first, **{**options, **roles}
-    ), f"{op} ({found.structure.name})"
+    ), f"{op} ({match.structure.name})"
 
 
 def _multipliers(module: nn.Module, roles: dict) -> str | None:

@@ -66,7 +66,7 @@ def _fits(form: dict, x, options: dict) -> bool:
 
 def _options(norms, heads, swapped) -> dict | None:
     """The op's arguments for norms that it computes bitwise equal, or None."""
-    weights, found = [], []
+    weights, forms = [], []
     for norm, x, swap in zip(norms, heads, swapped, strict=True):
         method = None if norm is None else bound(norm)
         if method is None or method.function is not norm_forward or "_hf_hook" in vars(norm):
@@ -82,19 +82,19 @@ def _options(norms, heads, swapped) -> dict | None:
             return None
         numbers = {"eps": eps_of(norm, spec, x), "offset": spec.offset, "rounding": spec.rounding}
         weights.append(weight)
-        found.append((numbers, None if weight is None else weight.dtype))
-    if any(one != found[0] for one in found):
+        forms.append((numbers, None if weight is None else weight.dtype))
+    if any(one != forms[0] for one in forms):
         return None
-    return {"q_weight": weights[0], "k_weight": (*weights, None)[1], **found[0][0]}
+    return {"q_weight": weights[0], "k_weight": (*weights, None)[1], **forms[0][0]}
 
 
 def plan_qk_norm(module: nn.Module) -> tuple[Rewritten, str] | str | None:
     """Plan an attention with norms of q and k: (rewritten forward, op), why it is left, or None."""
-    found = rewrite(type(module).forward)
-    if found is None:
+    rewritten = rewrite(type(module).forward)
+    if rewritten is None:
         return None
     rounding = None
-    for name, attributes in found[0]:
+    for name, attributes in rewritten[0]:
         norms = [getattr(module, attribute, None) for attribute in attributes]
         if not any(norms):  # a call that this instance does not come to
             continue
@@ -133,7 +133,7 @@ def _bodies(node: ast.AST) -> list[list[ast.stmt]]:
 
 def _fuse(body: list[ast.stmt], rotary: set[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Fuse the rotary calls among these statements, or right inside an `if` among them."""
-    found = []
+    calls = []
     for index, branch in enumerate(body):
         skipped = isinstance(branch, ast.If) and not branch.orelse
         inside = branch.body if skipped else [branch]
@@ -149,7 +149,7 @@ def _fuse(body: list[ast.stmt], rotary: set[str]) -> list[tuple[str, tuple[str, 
         first = f"({''.join(head.norm + ', ' for head in heads)})"
         swaps = f"({''.join(f'{head.swapped}, ' for head in heads)})"
         added = ast.parse(f"{CALL}({first}, {swaps}, {rotate.func.id})", mode="eval").body.args
-        found.append((rotate.func.id, tuple(head.attribute for head in heads)))
+        calls.append((rotate.func.id, tuple(head.attribute for head in heads)))
         rotate.func, rotate.args = ast.Name(CALL, ast.Load()), [*added, *rotate.args]
         if skipped:
             targets = ", ".join(names)
@@ -158,7 +158,7 @@ def _fuse(body: list[ast.stmt], rotary: set[str]) -> list[tuple[str, tuple[str, 
         for head in heads:
             head.remove()
         ast.fix_missing_locations(statement)
-    return found
+    return calls
 
 
 def _rotation(statement: ast.stmt, rotary: set[str]) -> list[str] | None:

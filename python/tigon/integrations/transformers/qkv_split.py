@@ -33,10 +33,10 @@ BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, as
 
 def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
     """Plan a forward that slices q, k and v: (rewritten forward, op), why it is left, or None."""
-    found = rewrite(type(module).forward)
-    if found is None or not isinstance(getattr(module, found[0], None), nn.Module):
+    rewritten = rewrite(type(module).forward)
+    if rewritten is None or not isinstance(getattr(module, rewritten[0], None), nn.Module):
         return None
-    return blocked(module) or (Rewritten(rewrite, type(module)), f"torch.split (parts of {found[0]})")
+    return blocked(module) or (Rewritten(rewrite, type(module)), f"torch.split (parts of {rewritten[0]})")
 
 
 @functools.cache
@@ -60,10 +60,10 @@ def _partition(body: list[ast.stmt]) -> tuple[list[str], str, list[str]] | None:
     """(names, variable, sizes) of statements that cut all of its last axis into parts, from the first on."""
     names, sizes, end, whole = [], [], "", None
     for statement in body:
-        found = dict.fromkeys(("name", "cut", "lower", "upper"))
-        if not same_form(PART, statement, found):
+        holes = dict.fromkeys(("name", "cut", "lower", "upper"))
+        if not same_form(PART, statement, holes):
             return None
-        name, cut, lower, upper = found.values()
+        name, cut, lower, upper = holes.values()
         if not (name.isidentifier() and cut.isidentifier()):
             return None
         whole = whole or cut

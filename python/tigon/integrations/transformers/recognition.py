@@ -94,9 +94,9 @@ def probe_norm(module: nn.Module, table: tuple[Structure, ...]) -> Match | None:
     weights = dict(zip(["weight"], parameters, strict=False))
     for eps in [name for name, value in vars(module).items() if isinstance(value, float)]:
         for structure in table:
-            found = Match(structure, {"eps": eps, **weights})
-            if found.roles.keys() == {*structure.expression.attributes} and equals(module, found):
-                return found
+            row = Match(structure, {"eps": eps, **weights})
+            if row.roles.keys() == {*structure.expression.attributes} and equals(module, row):
+                return row
     return None
 
 

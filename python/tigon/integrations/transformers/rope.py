@@ -104,13 +104,13 @@ def _usual(dims, q, k, cos, sin, unsqueeze_dim) -> bool:
 def rotary_callers(cls: type) -> dict[str, dict[Key, object]]:
     """The methods of a class that name globals which look like rotary functions, with these globals."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith("torch.")]
-    found = {}
+    callers = {}
     for name in dict.fromkeys(name for base in bases for name in vars(base)):
         method = inspect.getattr_static(cls, name)
         method = inspect.unwrap(method) if callable(method) else method
         if isinstance(method, types.FunctionType):
-            found[name] = rotary_names(method)
-    return {name: functions for name, functions in found.items() if functions}
+            callers[name] = rotary_names(method)
+    return {name: functions for name, functions in callers.items() if functions}
 
 
 def rotary_names(method) -> dict[Key, object]:

@@ -134,13 +134,13 @@ def plan_router(module: nn.Module) -> tuple | str | None:
     code = getattr(type(module).forward, "__code__", None)
     if code is None or "topk" not in code.co_names:
         return None
-    found = recognise(module, ROUTERS)
-    if not isinstance(found, Match):
+    match = recognise(module, ROUTERS)
+    if not isinstance(match, Match):
         return None
-    spec = RouterSpec(**found.structure.options, **found.roles)
+    spec = RouterSpec(**match.structure.options, **match.roles)
     if getattr(module, spec.top_k) is None:  # a configuration without it, with which no forward runs
         return None
-    return blocked(module) or _refused(module, spec) or (spec, f"tigon.route ({found.structure.name})")
+    return blocked(module) or _refused(module, spec) or (spec, f"tigon.route ({match.structure.name})")
 
 
 def _refused(module, spec) -> str | None:

@@ -205,23 +205,24 @@ class replay_routing(_Context):
 def _routers(op: str, model: nn.Module) -> list[tuple[nn.Module, int]]:
     """The routers that Tigon runs, with the index of their decoder layer."""
     check(op, isinstance(model, nn.Module), "model must be a torch.nn.Module, got {}", kind_of(model))
-    found = []
+    routers = []
     for path, module in model.named_modules():
         forward = bound(module)
         if forward is None or forward.function is not router_forward:
             continue
         layer = _LAYER.search(path)
         check(op, layer is not None, "every router must be in a numbered decoder layer, got {}", path)
-        found.append((module, int(layer[1])))
-    kept = {id(module) for module, _ in found}
+        routers.append((module, int(layer[1])))
+    kept = {id(module) for module, _ in routers}
     for root in [module for module in model.modules() if STATE in module.__dict__]:
         named = dict(root.named_modules())
         for entry in root.__dict__[STATE].report.entries:
             if entry.slot == "router" and id(named.get(entry.path)) not in kept:
                 reason = entry.reason or "it has another forward or class since"
                 refuse(op, "every router must run tigon.route, got {} left: {}", entry.path, reason)
-    check(op, bool(found), "model must have routers that tigon.apply(model, router=True) replaced, got none")
-    return found
+    words = "model must have routers that tigon.apply(model, router=True) replaced, got none"
+    check(op, bool(routers), words)
+    return routers
 
 
 def _number_of_layers(model: nn.Module, routers) -> int:

@@ -129,7 +129,7 @@ def count_labels(
     _counts.setdefault(target, {})[_key(ignore_index, shift, position_ids)] = (target._version, event, pinned)
 
 
-def _found(target, ignore_index, shift, position_ids):
+def _known_counts(target, ignore_index, shift, position_ids):
     """The counts of :func:`count_labels` for this tensor, or None; timing does not change the result."""
     if torch.compiler.is_compiling():  # before the table is read: older compilers cannot trace that
         return None
@@ -151,16 +151,16 @@ def _found(target, ignore_index, shift, position_ids):
 
 def counted(target, ignore_index, shift, position_ids=None):
     """The number that :func:`count_labels` finds for this tensor, or -1."""
-    found = _found(target, ignore_index, shift, position_ids)
-    return -1 if found is None else int(found.sum())
+    counts = _known_counts(target, ignore_index, shift, position_ids)
+    return -1 if counts is None else int(counts.sum())
 
 
 def sequence_counts(target, ignore_index, shift=False, position_ids=None) -> list[int] | None:
     """How many labels of each sequence [B, T] count, or None if the host does not know."""
     if target.device.type == "cpu":
         return _count(target, ignore_index, shift, position_ids, per_sequence=True).tolist()
-    found = _found(target, ignore_index, shift, position_ids)
-    return found.tolist() if found is not None and found.shape == target.shape[:1] else None
+    counts = _known_counts(target, ignore_index, shift, position_ids)
+    return counts.tolist() if counts is not None and counts.shape == target.shape[:1] else None
 
 
 def check_count(op, target, ignore_index, valid_rows) -> int:

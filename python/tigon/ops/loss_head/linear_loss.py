@@ -56,14 +56,14 @@ class Groups:
 
     def chunks(self, limit) -> list[Chunk]:
         """Chunks of whole groups: as many groups as fit `limit` rows, at least one."""
-        limit, found, begin, end, first = max(limit, *self.sizes, 1), [], 0, 0, 0
+        limit, chunks, begin, end, first = max(limit, *self.sizes, 1), [], 0, 0, 0
         for group, size in enumerate(self.sizes):
             if end + size - begin > limit:
-                found.append(Chunk.whole(begin, end, groups=slice(first, group)))
+                chunks.append(Chunk.whole(begin, end, groups=slice(first, group)))
                 begin, first = end, group
             end += size
         whole = Chunk.whole(begin, end, groups=slice(first, self.number))
-        return [*found, whole] if self.number else []
+        return [*chunks, whole] if self.number else []
 
     def limit(self, hidden, weight, chunk_rows) -> int:
         """Rows of a chunk, which the longest group may make longer; 0 if it fits none."""

@@ -70,12 +70,12 @@ def _label_log_prob(
     counts = labels != ignore_index
     places = torch.where(counts, labels, 0)
     size = chunk_rows or max(4, _CHUNK_LOGITS // weight.shape[0] // 4 * 4)
-    found = []
+    log_probs = []
     for part, place in zip(hidden.split(size), places.split(size), strict=True):
         logits = vllm_logits(part, weight, bias, softcap, logit_scale, wide)
-        found.append(vllm_log_softmax(logits, temperature).gather(-1, place))
-    found = torch.cat(found) if found else hidden.new_empty(labels.shape, dtype=torch.float32)
-    return torch.where(counts, found, 0.0)
+        log_probs.append(vllm_log_softmax(logits, temperature).gather(-1, place))
+    log_probs = torch.cat(log_probs) if log_probs else hidden.new_empty(labels.shape, dtype=torch.float32)
+    return torch.where(counts, log_probs, 0.0)
 
 
 # For compilers, which must not read the switch when they trace.
