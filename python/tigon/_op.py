@@ -32,10 +32,10 @@ from tigon._load import native
 from tigon.error import Error, refuse
 
 # Looked up once: every call asks them.
-_is_compiling = torch.compiler.is_compiling
-_is_transformed = torch._C._are_functorch_transforms_active
+is_compiling = torch.compiler.is_compiling
+is_transformed = torch._C._are_functorch_transforms_active
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_is_grad_enabled = torch.is_grad_enabled
+is_grad_enabled = torch.is_grad_enabled
 _includes_key = torch._C._dispatch_tls_is_dispatch_key_included
 _VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
 
@@ -46,7 +46,7 @@ _keeps_graph: Callable[[], bool] = getattr(
 
 def is_traced_or_transformed() -> bool:
     """Whether a compiler traces the call, or a transform of ``torch.func`` makes it."""
-    return _is_compiling() or _is_transformed()
+    return is_compiling() or is_transformed()
 
 
 def cached_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -60,7 +60,7 @@ def cached_tensor(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
     @functools.wraps(make)
     def get(*key):
-        intercepted = _is_compiling() or torch._C._len_torch_dispatch_stack()
+        intercepted = is_compiling() or torch._C._len_torch_dispatch_stack()
         return make(*key) if intercepted else kept(*key)
 
     return get
@@ -74,13 +74,13 @@ def graph_is_kept() -> bool:
 
 def is_batched() -> bool:
     """Whether a transform, or ``is_grads_batched`` of a backward, calls on several tensors at a time."""
-    return _is_transformed() or _includes_key(_VMAP_MODE)
+    return is_transformed() or _includes_key(_VMAP_MODE)
 
 
 def may_overwrite_saved(saved: tuple) -> bool:
     """Whether a backward pass may write over the tensors saved for it: it runs once, untraced."""
     # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
-    return not (_is_compiling() or graph_is_kept()) and all(t is None or type(t) in PLAIN for t in saved)
+    return not (is_compiling() or graph_is_kept()) and all(t is None or type(t) in PLAIN for t in saved)
 
 
 def _references(tensors: tuple) -> int:
@@ -142,7 +142,7 @@ def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def wrap(backward):
         @functools.wraps(backward)
         def call(ctx, *grad_outputs):
-            if _is_grad_enabled() and not _is_compiling():
+            if is_grad_enabled() and not is_compiling():
                 refuse_second(op)
             return backward(ctx, *grad_outputs)
 
@@ -194,9 +194,9 @@ def caller(op: str, overload, transformed: Callable[..., Any] | None = None) -> 
 
     def call(*args):
         if transformed is not None:
-            if _is_compiling():
+            if is_compiling():
                 return overload(*args)
-            if _is_transformed():
+            if is_transformed():
                 return transformed(*args)
         if forward_ad._current_level >= 0:
             refuse_tangents(op, args)
@@ -366,11 +366,11 @@ class Op:
     def __call__(self, *args):
         if type(args[0]) not in PLAIN and takes_dtensors(self.layout, args):
             return call_local(self.name, self, self.layout, self.names, args)
-        if _is_compiling():
+        if is_compiling():
             return self.visible(self.registered(*args))
-        if _is_transformed():
+        if is_transformed():
             return self.visible(self.transformed(*args))
-        if _is_grad_enabled():
+        if is_grad_enabled():
             for a in args:
                 if isinstance(a, torch.Tensor) and a.requires_grad:
                     return self.apply(*args)
@@ -394,10 +394,10 @@ class Op:
             if type(t) not in PLAIN or t.dtype is not dtype or not (t.is_cuda or t.is_cpu):
                 return None
             differentiable = differentiable or t.requires_grad
-        if dtype not in KERNEL_DTYPES or _is_compiling() or _is_transformed():
+        if dtype not in KERNEL_DTYPES or is_compiling() or is_transformed():
             return None
         try:
-            return self.apply(*args) if differentiable and _is_grad_enabled() else self.infer(*args)
+            return self.apply(*args) if differentiable and is_grad_enabled() else self.infer(*args)
         except Error:
             return None
 
@@ -423,7 +423,7 @@ def loss_with_gradients(name: str, fake: Callable[..., Any], results: int, place
     def backward(ctx, dloss, *_):
         found = [None] * ctx.inputs
         if dloss is not None:
-            product = times if _is_transformed() and not _is_compiling() else operator.mul
+            product = times if is_transformed() and not is_compiling() else operator.mul
             for i, gradient in zip(ctx.places, ctx.saved_tensors, strict=False):
                 found[i] = product(gradient, dloss)
         return tuple(found)

@@ -291,7 +291,7 @@ def parallel_refusals():
         (*alike(max_workspace_mb=0.02), "max_workspace_mb must be at least", "for one row of every"),
         (*apart("max_workspace_mb", 8, 9), same),
         (*alike(max_workspace_mb="x"), "max_workspace_mb"),
-        (*alike(max_peak_mb=1e-3), "max_peak_mb must be at least", "for one row of every share"),
+        (*alike(max_peak_mb=1e-3), "max_peak_mb must be at least", "for one row of every shard"),
         (*alike(class_weight=torch.ones(126)), "[251]"),
         (*apart("class_weight", torch.ones(V), torch.ones(126)), same),
         ({}, part, "number of rows must be the same"),

@@ -33,7 +33,7 @@ class Facts(NamedTuple):
     columns: int = 0
     first_class: int = -1
     vocab: int = -1
-    options: tuple[tuple[str, str], ...] = ()  # of :func:`named`
+    options: tuple[tuple[str, str], ...] = ()  # of :func:`comparable`
 
     def flat(self) -> list[int]:
         """The numbers that are exchanged, the same count for every call."""
@@ -91,7 +91,7 @@ def code(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def named(**options) -> tuple[tuple[str, str], ...]:
+def comparable(**options) -> tuple[tuple[str, str], ...]:
     """The options of a call as processes compare them: values that print the same in every process."""
     return tuple((name, repr(value)) for name, value in options.items())
 
@@ -255,7 +255,7 @@ def agree_on(op: str, groups, device, describe: Callable[[], tuple[dict, object]
             _exchange(group, device, Facts(refused=1))
         raise
     for group in groups:
-        facts = Facts(columns=1, vocab=dist.get_world_size(group), options=named(op=op, **options))
+        facts = Facts(columns=1, vocab=dist.get_world_size(group), options=comparable(op=op, **options))
         agree(op, group, device, lambda facts=facts: (facts, None))
     return result
 

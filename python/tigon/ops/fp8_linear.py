@@ -384,11 +384,11 @@ def apply(x, weight, bias, dw: str, reuse: bool, frozen: bool = False, made: Qua
     if _op.is_traced_or_transformed():
         xq, xs = quantize_rows(x.detach())
         wq, ws = quantize_rows(weight.detach())
-        function = _Function.apply if _op._is_compiling() else _transformed
+        function = _Function.apply if _op.is_compiling() else _transformed
         return function(x, weight, bias, xq, xs, wq, ws, None, dw, None)
     made = made or quantized_weight(weight, reuse, frozen)
     xq, xs = rows_of(x)
-    run = _Function.apply if _op._is_grad_enabled() else _forward
+    run = _Function.apply if _op.is_grad_enabled() else _forward
     form = getattr(x.grad_fn, "fp8_form", None)
     y = run(x, weight, bias, xq, xs, made.bytes, made.scales, made, dw, form)
     made.drop()
@@ -439,4 +439,4 @@ def fp8_linear(
     check_choice(_OP, "dw", dw, ("fp8", "bf16"))
     if not _op.has_kernel(_OP, x=x, weight=weight, bias=bias):
         return reference(x, weight, bias, dw)
-    return apply(x, weight, bias, dw, reuse=_op._is_grad_enabled())
+    return apply(x, weight, bias, dw, reuse=_op.is_grad_enabled())

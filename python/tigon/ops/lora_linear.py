@@ -187,9 +187,9 @@ def _gradients(ctx, dys, need_x, needs):
         pairs = zip(dys, made, strict=True)
         bytes_and_scales = [(None, None) if dy is None else _fp8_bytes.take(dy, w.scales) for dy, w in pairs]
         fp8 += [q for q, _ in bytes_and_scales] + [s for _, s in bytes_and_scales]
-    if _op._is_compiling():
+    if _op.is_compiling():
         dx, da, *db = _bwd(dys, x, dense, t, *layout.options, seed, *wanted, [])
-    elif _op._is_transformed():
+    elif _op.is_transformed():
         dx, da, *db = _bwd_transformed(layout, *wanted, x, seed, t, *dys, *dense)
     else:
         dx, da, *db = _eager_bwd(dys, x, dense, t, *layout.options, seed, *wanted, fp8)
@@ -275,7 +275,7 @@ def _setup_function(ctx, inputs, output):
 
 
 def _refuse_batches():
-    if _op.is_batched() and not _op._is_transformed():
+    if _op.is_batched() and not _op.is_transformed():
         refuse(_OP, "gradients must come one by one (or by torch.func.vmap), got is_grads_batched=True")
 
 
@@ -358,13 +358,13 @@ def apply(x, layout: CallLayout, tensors: tuple, seed=None, recompute=None) -> t
     """
     if forward_ad._current_level >= 0:  # operators do not look into lists
         _op.refuse_tangents(_OP, (x, *tensors))
-    if _op._is_compiling():
+    if _op.is_compiling():
         return tuple(_registered(x, list(tensors), *layout.options, seed, None, False, [])[:-1])
-    if _op._is_transformed():
+    if _op.is_transformed():
         return _transformed(layout, None, x, seed, *tensors)[:-1]
     if layout.dora:
         return _apply_dora(layout, recompute, x, *tensors)
-    if not _op._is_grad_enabled():
+    if not _op.is_grad_enabled():
         return _forward(layout, None, x, seed, *tensors)[:-1]
     return _apply(layout, recompute, x, seed, *tensors)
 

@@ -111,7 +111,7 @@ class RowLoss:
 def scaled(formed: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
     """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it if
     another backward may follow; for a compiler and for batches an operation that repeats."""
-    if type(formed) not in PLAIN or _op._is_compiling() or _op.is_batched():  # see may_overwrite_saved
+    if type(formed) not in PLAIN or _op.is_compiling() or _op.is_batched():  # see may_overwrite_saved
         return _product(formed, dloss)
     if _op.graph_is_kept():
         formed = formed.clone()

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tigon._op import _is_transformed, has_kernel, raw
+from tigon._op import has_kernel, is_transformed, raw
 from tigon.error import check
 from tigon.ops import arguments, philox
 from tigon.ops.loss_head import operands
@@ -239,7 +239,7 @@ def linear_sample(
     hidden = operands.autocast(hidden)
     wide = operands.wide_logits(op, logit_dtype, hidden)
     choice = _Choice(op, hidden, lead, temperature, top_k, top_p, min_p, seed, log_prob)
-    plain = _is_transformed() or not has_kernel(op, hidden=hidden, beside=operands.float_parts(head))
+    plain = is_transformed() or not has_kernel(op, hidden=hidden, beside=operands.float_parts(head))
     if plain:  # vmap has no rule for operators that write into a workspace
         return choice.reference(plain_logits(hidden, weight, head))
     weight, rows = weight.to(hidden.dtype), hidden.reshape(-1, hidden.shape[-1])

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
-from tigon.ops.agreement import Facts, Shards, agree, named, number_of, of_rows, or_unknown, values_of
+from tigon.ops.agreement import Facts, Shards, agree, comparable, number_of, of_rows, or_unknown, values_of
 from tigon.ops.arguments import called, check_float, check_integers, check_stored
 from tigon.ops.cross_entropy import check_logits, check_loss, check_target
 from tigon.ops.loss_gradient import scaled
@@ -155,7 +155,7 @@ def cross_entropy(
             columns=logits.shape[-1],
             first_class=or_unknown(first_class),
             vocab=or_unknown(vocab),
-            options=named(op=OP, **formula._asdict(), reduction=reduction, **values),
+            options=comparable(op=OP, **formula._asdict(), reduction=reduction, **values),
             **of_rows(target, logits),
         ), formula
 

@@ -11,7 +11,7 @@ import torch
 from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.agreement import Facts, agree, named, number_of, of_rows, or_unknown, values_of
+from tigon.ops.agreement import Facts, agree, comparable, number_of, of_rows, or_unknown, values_of
 from tigon.ops.arguments import called, check_booleans, check_float, check_indices
 from tigon.ops.cross_entropy import check_loss
 from tigon.ops.loss_head import operands
@@ -23,7 +23,7 @@ from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import Sizes, check_keep, limit_bytes, padded, with_head
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.cross_entropy import check_eager, check_layout, take_class_weight
-from tigon.parallel.plan import choose, count, counting
+from tigon.parallel.plan import choose, known_count, list_counted_rows
 from tigon.parallel.rows import IGNORED, NUMBERS, Rows, make_rows, scale_of
 from tigon.parallel.stream import Function, ShardedCall
 
@@ -131,7 +131,7 @@ def _check(given: ShardedArguments) -> torch.Tensor:
         check(op, target.shape[-1] >= 1, "target must have K >= 1 labels a row, got {}", target.shape)
         labels = target[..., 0]
     if options.sequence_parallel:
-        words = "hidden must be [share, ..., H] with sequence_parallel, got {}"
+        words = "hidden must be [shard, ..., H] with sequence_parallel, got {}"
         check(op, hidden.dim() >= 2, words, hidden.shape)
         wanted = (torch.distributed.get_world_size(given.group) * hidden.shape[0], *hidden.shape[1:-1])
         fits = labels.shape == wanted
@@ -166,9 +166,9 @@ def _checked_call(given: ShardedArguments) -> _CheckedCall:
     parameters = _Parameters(weight, head.bias, lora_a, lora_b)
     if given.has_several_labels():
         counts = (given.shifted(target) != head.ignore_index).any(-1)
-        valid_rows = count(op, counts.long() - 1, -1, False, head.valid_rows)
+        valid_rows = known_count(op, counts.long() - 1, -1, False, head.valid_rows)
     else:
-        valid_rows = count(op, target, head.ignore_index, head.shift, head.valid_rows)
+        valid_rows = known_count(op, target, head.ignore_index, head.shift, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
         wanted = zip(operands.NEEDS.values(), (hidden, *parameters), strict=True)
@@ -198,7 +198,7 @@ def _describe(given: ShardedArguments) -> tuple[Facts, _CheckedCall]:
         columns=parameters.weight.shape[0],
         first_class=or_unknown(first_class),
         vocab=or_unknown(vocab),
-        options=named(**options, deterministic=is_deterministic()),
+        options=comparable(**options, deterministic=is_deterministic()),
         **of_rows(target, hidden),
     )
     return facts, checked
@@ -283,7 +283,9 @@ def run(given: ShardedArguments, result: str = "loss") -> HeadResults:
     scale = scale_of(rows, labels.of_row, options.reduction, options.denominator)
     sp_size = shards.size if options.sequence_parallel else 1
     # The rows of sequence shards are gathered without a copy.
-    listed = counting(labels.of_row, formula.ignore_index, checked.valid_rows if sp_size == 1 else -1)
+    listed = list_counted_rows(
+        labels.of_row, formula.ignore_index, checked.valid_rows if sp_size == 1 else -1
+    )
     hidden = checked.hidden.reshape(labels.of_row.shape[0] // sp_size, checked.hidden.shape[-1])
     hidden = listed.take(hidden)
     # A main_grad needs the upstream gradient, so autograd sums the losses of the rows here.
@@ -372,7 +374,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: ``[..., H]`` float32, bfloat16 or float16, the same in all processes. Its gradient is summed
-            over them (all-reduce). With ``sequence_parallel`` it is this process's share of the first
+            over them (all-reduce). With ``sequence_parallel`` it is this process's shard of the first
             dimension: it is gathered chunk by chunk, and a reduce-scatter returns its gradient.
         weight: ``[columns, H]``: this process's classes. Processes may have different numbers of them, also
             0. Its gradient is not exchanged. With ``tigon_main_grad = True`` the backward adds it to

@@ -51,7 +51,7 @@ def divide(rows: int, chunk: int, sp_size: int, *, exchanges: bool, on_cuda: boo
 def choose(op, head: HeadOptions, sizes: Sizes, dtypes, sp_size, *, keep_mb, recomputes) -> tuple[int, bool]:
     """Choose the rows of a chunk, of all processes, and whether the gradients of all logits are kept.
 
-    Args: the same in all processes.
+    Args (the same in all processes):
         sizes: of all sequence shards and of the widest shard of the vocabulary.
         dtypes: of hidden and weight.
         sp_size: the number of sequence shards; 1 without sequence parallelism.
@@ -63,19 +63,19 @@ def choose(op, head: HeadOptions, sizes: Sizes, dtypes, sp_size, *, keep_mb, rec
         # A chunk more reads and writes the weight's gradient once more, and its exchanges are less hidden.
         chunks = -(-logits // _MOST_LOGITS)
         asked = max(-(-rows // chunks // _ALIGNED) * _ALIGNED, _LEAST_PART)
-    found = plan(sizes._replace(chunk_rows=asked))
+    head_plan = plan(sizes._replace(chunk_rows=asked))
     if cap is not None and rows > 0:
-        check_fits(op, found, sp_size, "one row of every share", cap)
-    chunk = max(min(found.chunk_rows, rows), 1)
+        check_fits(op, head_plan, sp_size, "one row of every shard", cap)
+    chunk = max(min(head_plan.chunk_rows, rows), 1)
     if head.max_peak_mb is not None and rows > 0:
-        chunk = _within(op, found, chunk, head.max_peak_mb, sizes, dtypes, sp_size)
+        chunk = _within(op, head_plan, chunk, head.max_peak_mb, sizes, dtypes, sp_size)
         keep_mb = None
     if recomputes:  # a gradient of the entropies is not a multiple of the kept one
         return chunk, False
     return chunk, chunk >= rows if keep_mb is None else logits <= keep_mb * MIB
 
 
-def _within(op, found: HeadPlan, most_rows, max_peak_mb, sizes: Sizes, dtypes, sp_size) -> int:
+def _within(op, head_plan: HeadPlan, most_rows, max_peak_mb, sizes: Sizes, dtypes, sp_size) -> int:
     """Find the rows of a chunk, at most `most_rows`, such that no process takes more than ``max_peak_mb``."""
     rows, size, widest, (dtype, weight_dtype) = sizes.rows, sizes.hidden, sizes.vocab, dtypes
     itemsize = dtype.itemsize
@@ -87,7 +87,7 @@ def _within(op, found: HeadPlan, most_rows, max_peak_mb, sizes: Sizes, dtypes, s
     cast = weights * weight_dtype.itemsize * (weight_dtype != torch.float32)
 
     def peak(of_chunk):
-        workspace = found.fixed + of_chunk * found.row
+        workspace = head_plan.fixed + of_chunk * head_plan.row
         if narrow and of_chunk >= rows:
             return others + weights * itemsize + workspace
         return others + 4 * weights + max(workspace, cast)
@@ -96,14 +96,14 @@ def _within(op, found: HeadPlan, most_rows, max_peak_mb, sizes: Sizes, dtypes, s
     if peak(most_rows) <= most:
         return most_rows
     least = -(-peak(min(sp_size, rows)) // MIB)
-    words = "max_peak_mb must be at least {} for one row of every share, got {}"
+    words = "max_peak_mb must be at least {} for one row of every shard, got {}"
     check(op, least <= max_peak_mb, words, least, max_peak_mb)
-    fits = int(most - others - 4 * weights - found.fixed) // found.row
+    fits = int(most - others - 4 * weights - head_plan.fixed) // head_plan.row
     fits = fits // _ALIGNED * _ALIGNED if fits >= 2 * _ALIGNED else fits
     return max(min(fits, most_rows, rows - 1), 1)
 
 
-def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:
+def known_count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:
     """Return how many labels count, -1 if it is not known; the same in all processes.
 
     The number of :func:`tigon.count_labels` is not used: only one process may have called it.
@@ -116,7 +116,7 @@ def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_r
     return check_count(op, shifted(target, ignore_index, shift), ignore_index, given)
 
 
-class Counting(NamedTuple):
+class ListedRows(NamedTuple):
     """The labels of a call and the list of its rows."""
 
     labels: torch.Tensor  # int64, of the computed rows
@@ -136,9 +136,9 @@ class Counting(NamedTuple):
         return whole if values.dtype == torch.int64 else whole + self.fault
 
 
-def counting(labels: torch.Tensor, ignore_index: int, known: int) -> Counting:
+def list_counted_rows(labels: torch.Tensor, ignore_index: int, known: int) -> ListedRows:
     """List the ``known`` rows that count; all rows if the number is not known or every row counts."""
     if not 0 <= known < labels.shape[0]:
-        return Counting(labels, labels.shape[0])
+        return ListedRows(labels, labels.shape[0])
     index, listed, fault = list_rows(labels, ignore_index, known)
-    return Counting(listed, labels.shape[0], index, fault)
+    return ListedRows(listed, labels.shape[0], index, fault)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tigon._deterministic import is_deterministic
-from tigon.ops.agreement import Facts, agree, code, gathered, named, number_of, reduce_scatter, trains
+from tigon.ops.agreement import Facts, agree, code, comparable, gathered, number_of, reduce_scatter, trains
 
 
 class Gather:
@@ -28,7 +28,7 @@ class Gather:
                 needs=trains(*trained),
                 columns=1,
                 vocab=world,
-                options=named(op=op, **given, deterministic=is_deterministic()),
+                options=comparable(op=op, **given, deterministic=is_deterministic()),
             )
             return facts, None
 

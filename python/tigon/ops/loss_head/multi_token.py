@@ -228,10 +228,10 @@ class _InTurn(torch.autograd.Function):
                 leaves[id(hidden)] = x
             upstream = torch.full_like(loss, head.coefficient)
             del h
-            found = torch.autograd.grad(loss, list(leaves.values()), upstream, allow_unused=True)
-            for (key, tensor), gradient in zip(leaves.items(), found, strict=True):
+            gradients = torch.autograd.grad(loss, list(leaves.values()), upstream, allow_unused=True)
+            for (key, tensor), gradient in zip(leaves.items(), gradients, strict=True):
                 total.add(key, tensor, gradient)
-            del found, gradient
+            del gradients, gradient
         ctx.dtypes = [t.dtype for t in (hidden, *tensors)]
         ctx.save_for_backward(*(total.of.get(id(t)) for t in (hidden, *tensors)))
         results = _sum(heads, losses), torch.stack(losses), torch.stack(accuracies)
@@ -273,14 +273,14 @@ def _within_peak(hidden, heads, max_peak_mb):
             train_weight=id(head.weight) in tensors,
             train_bias=id(head.bias) in tensors,
         )
-        found = plan(sizes)
+        head_plan = plan(sizes)
         before = sum(kept.values())
         options = head.options | {"max_peak_mb": max_peak_mb - before / MIB}
         bounded.append(head._replace(options=options))
         for key, t in tensors.items():  # the sum of several heads' gradients is wide
             kept[key] = t.numel() * max(t.element_size(), 4 if uses[key] > 1 else 0)
         summed = sum(kept[key] for key in tensors if uses[key] > 1)
-        least = max(least, before + found.least, before + found.results + summed)
+        least = max(least, before + head_plan.least, before + head_plan.results + summed)
     least = -(-least // MIB)
     words = "max_peak_mb must be at least {} for this call, got {}"
     check(_OP, least <= max_peak_mb, words, least, max_peak_mb)

@@ -113,7 +113,7 @@ class HeadCall(NamedTuple):
         return self.with_memory(chunk_rows=plan.chunk_rows, needs=needs, keep_rows=plan.kept_rows)
 
     def without_tensors(self, numbers: tuple = ()) -> HeadCall:
-        """The parts of it that a context may hold; `numbers`: the own arguments that its backward takes."""
+        """The call that a context holds; `numbers`: the own arguments that the backward takes."""
         return self._replace(operands=None, own=numbers)
 
     def rows(self) -> int:

@@ -133,16 +133,16 @@ def chunk_that_fits(op, hidden, weight, head, sizes: Sizes) -> int:
     """Rows per chunk within the limit (and at most as many as requested)."""
     cap, rows = head.max_workspace_mb, hidden.numel() // hidden.shape[-1]
     sizes = sizes._replace(chunk_rows=head.chunk_rows or 0, cap=limit_bytes(cap))
-    found = plan(with_head(sizes, hidden, weight.shape[0], rows))
-    check_fits(op, found, 1, "one row", cap)
-    return found.chunk_rows
+    head_plan = plan(with_head(sizes, hidden, weight.shape[0], rows))
+    check_fits(op, head_plan, 1, "one row", cap)
+    return head_plan.chunk_rows
 
 
-def check_fits(op, found: HeadPlan, rows: int, what: str, cap) -> None:
+def check_fits(op, head_plan: HeadPlan, rows: int, what: str, cap) -> None:
     """Check that a chunk of so many rows is within the limit."""
-    least = -(-(found.fixed + rows * found.row) // MIB)
+    least = -(-(head_plan.fixed + rows * head_plan.row) // MIB)
     words = "max_workspace_mb must be at least {} for " + what + ", got {}"
-    check(op, found.fits >= rows, words, least, cap)
+    check(op, head_plan.fits >= rows, words, least, cap)
 
 
 def check_cap(op, **caps: float | None) -> None:
@@ -159,10 +159,12 @@ def limit_bytes(limit_mb: float | None, extra_bytes: int = 0) -> int:
     return -1 if limit_mb is None else min(max(int(limit_mb * MIB) - extra_bytes, 0), _MOST)
 
 
-def check_peak(op, found: HeadPlan, extra_bytes: int, max_peak_mb) -> None:
+def check_peak(op, head_plan: HeadPlan, extra_bytes: int, max_peak_mb) -> None:
     """Check that the peak is large enough for the call."""
-    least = -(-(found.least + extra_bytes) // MIB)
-    check(op, found.least == 0, "max_peak_mb must be at least {} for this call, got {}", least, max_peak_mb)
+    least = -(-(head_plan.least + extra_bytes) // MIB)
+    check(
+        op, head_plan.least == 0, "max_peak_mb must be at least {} for this call, got {}", least, max_peak_mb
+    )
 
 
 def check_unbounded(op, max_peak_mb, where: str) -> None:
@@ -268,9 +270,9 @@ class _PlannedCall:
             unit=self.keep_mb != 0,
             peak=limit_bytes(self.max_peak_mb, extra_bytes),
         )
-        found = plan(sizes, *planner)
-        check_peak(_OP, found, extra_bytes, self.max_peak_mb)
-        return HeadMemory(*(getattr(found, name) for name in HeadMemory._fields))
+        head_plan = plan(sizes, *planner)
+        check_peak(_OP, head_plan, extra_bytes, self.max_peak_mb)
+        return HeadMemory(*(getattr(head_plan, name) for name in HeadMemory._fields))
 
 
 @arguments.called()
@@ -330,9 +332,9 @@ def linear_log_prob_memory(
     keep_mb = 0 if labels > 1 else keep_mb
     extra = 4 * rows * labels if labels > 1 and dtype != torch.float64 else 0  # scores; and the results
     call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction="none", keep_mb=keep_mb, **options)
-    found = call.memory(Sizes(classes=labels == 1), extra_bytes=2 * extra)
-    return found._replace(
-        workspace=found.workspace + extra, results=found.results + extra, peak=found.peak + 2 * extra
+    memory = call.memory(Sizes(classes=labels == 1), extra_bytes=2 * extra)
+    return memory._replace(
+        workspace=memory.workspace + extra, results=memory.results + extra, peak=memory.peak + 2 * extra
     )
 
 
