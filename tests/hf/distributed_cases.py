@@ -5,13 +5,26 @@ python distributed_cases.py FOLDER [case ...], with the variables of torchrun; w
 
 import copy
 import functools
-import importlib
 import sys
 from unittest import mock
 
+import contrastive_cases  # noqa: F401  these files register their cases
+import dtensor_cases  # noqa: F401
+import fp8_cases  # noqa: F401
+import fp8_gather_cases  # noqa: F401
+import graph_parallel_cases  # noqa: F401
+import lora_cases  # noqa: F401
+import megatron_cases  # noqa: F401
+import multi_token_cases  # noqa: F401
+import optimizer_cases  # noqa: F401
+import parallel_cases  # noqa: F401
+import parallel_label_cases  # noqa: F401
+import parallel_name_cases  # noqa: F401
+import parallel_option_cases  # noqa: F401
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers_cases  # noqa: F401
 from tiny import VOCABULARY, close, make, step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -51,11 +64,6 @@ import tigon
 from tigon import _op
 from tigon.checkpoint import GROUPS
 from tigon.integrations.transformers import apply, qk_norm
-
-OTHERS = """graph_parallel contrastive dtensor fp8 fp8_gather lora megatron multi_token optimizer parallel
-parallel_label parallel_name parallel_option transformers"""
-for other in OTHERS.split():  # importing them registers their cases
-    importlib.import_module(f"{other}_cases")
 
 # --- DDP -------------------------------------------------------------------------------------
 

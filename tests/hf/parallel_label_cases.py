@@ -147,7 +147,7 @@ def parallel_top_k_options():
     refused(
         lambda: parallel.linear_kl_div(*call, soft=-1.0 if first else 1.0), "soft" if first else "refused"
     )
-    refused(lambda: parallel.linear_kl_div(*call, reverse=first), "must be the same", "more=")
+    refused(lambda: parallel.linear_kl_div(*call, reverse=first), "must be the same", "compared=")
     if device_type() == "cpu":  # numbers on a GPU are not compared, which would wait for it
         moved = (given[0], given[1] - rank())
         refused(lambda: parallel.linear_kl_div(p["hidden"], weight, moved, group()), "must be the same")

@@ -348,7 +348,7 @@ def test_a_head_converted_after_apply(convert, caplog):
 def native(monkeypatch):
     """How often the slots call these functions."""
     counts = Counter()
-    for place, name in (("norms", "rms_norm"), ("mlp", "product"), ("lora", "apply")):
+    for place, name in (("norms", "rms_norm"), ("mlp", "gated_unit"), ("lora", "apply")):
         module = importlib.import_module(f"tigon.integrations.transformers.{place}")
 
         def counted(function, place, *args, **kwargs):

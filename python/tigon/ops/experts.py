@@ -281,9 +281,9 @@ class _Backward(_Layer, _arguments("_Backward", _TAKEN)):
         """The tensors that get a gradient."""
         return [name for name in _TRAINED if getattr(self, f"need_d{name}")]
 
-    def results(self, found: dict) -> tuple:
+    def results(self, gradients: dict) -> tuple:
         """The gradients of `_TRAINED`, of 0 elements if one is not needed."""
-        needed = dict.fromkeys(_TRAINED) | {name: found[name] for name in self.needed()}
+        needed = dict.fromkeys(_TRAINED) | {name: gradients[name] for name in self.needed()}
         return tuple(self.x.new_empty(0) if t is None else t for t in needed.values())
 
 
@@ -331,16 +331,16 @@ def _layer_backward(*arguments, in_place=False):
     return a.results(gradients)
 
 
-def _rows_pass(a: _Backward, dy, found):
+def _rows_pass(a: _Backward, dy, gradients):
     """g, these rows times b of down's adapter, and b's gradient, in one native pass over the rows."""
-    found["down_b"] = torch.empty_like(a.down_b)
+    gradients["down_b"] = torch.empty_like(a.down_b)
     rows = {"rows": dy, "offsets": a.offsets, "order": a.order, "place": a.place, "keep": not a.is_sorted}
     adapter = {
         "stack": a.down_adapter.transposed().packed_first(a.x.dtype),
         "t": a.down_t,
         "weights": a.weights,
     }
-    down_dt, g = _adapter_pass(**rows, **adapter, scale=a.down_scale, out=found["down_b"].mT)
+    down_dt, g = _adapter_pass(**rows, **adapter, scale=a.down_scale, out=gradients["down_b"].mT)
     return dy if a.is_sorted else g, down_dt
 
 
@@ -380,52 +380,56 @@ def _gate_pass_fits(a: _Backward, dact, down_dt) -> bool:
     return fits and a.gate_up_t.shape[1] == down_dt.shape[1]
 
 
-def _gate_pass(a: _Backward, dact, down_dt, found, *, in_place):
+def _gate_pass(a: _Backward, dact, down_dt, gradients, *, in_place):
     """The gate's backward in one native pass: dz, no act, and dz times b of gate_up's adapter."""
     dz = a.gate_up_rows if in_place else a.gate_up_rows.clone()
-    found["gate_up_b"], found["down_a"] = torch.empty_like(a.gate_up_b), torch.empty_like(a.down_a)
+    gradients["gate_up_b"], gradients["down_a"] = torch.empty_like(a.gate_up_b), torch.empty_like(a.down_a)
     rows = {"dact": dact, "gate_up": dz, "offsets": a.offsets, "order": a.order, "weights": a.weights}
     adapters = {
         "stack": a.gate_up_adapter.transposed().packed_first(a.x.dtype),
         "t": a.gate_up_t,
         "act_t": down_dt,
     }
-    results = {"out": found["gate_up_b"].mT, "act_out": found["down_a"], "need_dweights": a.need_dweights}
-    gate_up_dt, found["weights"] = _native_gate_pass(**rows, **adapters, scale=a.gate_up_scale, **results)
+    results = {
+        "out": gradients["gate_up_b"].mT,
+        "act_out": gradients["down_a"],
+        "need_dweights": a.need_dweights,
+    }
+    gate_up_dt, gradients["weights"] = _native_gate_pass(**rows, **adapters, scale=a.gate_up_scale, **results)
     return dz, None, gate_up_dt
 
 
-def _gate_backward(a: _Backward, dact, g, found, *, in_place):
+def _gate_backward(a: _Backward, dact, g, gradients, *, in_place):
     """dz, and act times the weights if a gradient of down needs it; dz is not multiplied by b yet."""
     inputs = {"dact": dact, "gate_up": a.gate_up_rows, "bias": a.gate_up_bias, "weights": a.weights}
     inputs |= {"order": a.order, "offsets": a.offsets, "g": g, "down_bias": a.down_bias}
     inputs |= {"kind": a.kind, "columns": a.columns, "alpha": a.alpha, "limit": a.limit}
     inputs |= {"need_act": a.need_ddown or a.need_ddown_a, "need_dweights": a.need_dweights}
     if in_place and a.need_dz:
-        act, found["weights"] = _gate_bwd_in_place(**inputs)
+        act, gradients["weights"] = _gate_bwd_in_place(**inputs)
         return a.gate_up_rows, act, None
-    dz, act, found["weights"] = _gate_bwd(**inputs, need_dgate_up=a.need_dz)
+    dz, act, gradients["weights"] = _gate_bwd(**inputs, need_dgate_up=a.need_dz)
     return dz, act, None
 
 
-def _gate_up_gradients(a: _Backward, dz, gate_up_dt, found) -> None:
+def _gate_up_gradients(a: _Backward, dz, gate_up_dt, gradients) -> None:
     """The gradients of gate_up, its bias and its adapter."""
     if a.need_dgate_up:
         rows = a.x.contiguous() if a.is_sorted else _gather(a.x, a.place)
         pair = (rows, dz) if a.transposed else (dz, rows)
-        found["gate_up"] = grouped_gemm.weight_gradient(*pair, a.offsets)
+        gradients["gate_up"] = grouped_gemm.weight_gradient(*pair, a.offsets)
         del rows, pair
     if a.need_dgate_up_a:
         order = {"order": a.order, "place": a.place}
-        found["gate_up_a"] = _adapter_gradient(
+        gradients["gate_up_a"] = _adapter_gradient(
             gate_up_dt, a.x, a.offsets, like=a.gate_up_a, is_b=False, **order
         )
-    if a.need_dgate_up_b and "gate_up_b" not in found:
-        found["gate_up_b"] = _adapter_gradient(
+    if a.need_dgate_up_b and "gate_up_b" not in gradients:
+        gradients["gate_up_b"] = _adapter_gradient(
             a.gate_up_t, dz, a.offsets, like=a.gate_up_b, is_b=True, scale=a.gate_up_scale
         )
     if a.need_dgate_up_bias:
-        found["gate_up_bias"] = _sum(dz, None, None, a.offsets)
+        gradients["gate_up_bias"] = _sum(dz, None, None, a.offsets)
 
 
 def _dx(a: _Backward, dz, gate_up_dt):

@@ -97,8 +97,8 @@ def matmul(rows, stack, offsets, transposed, addend=_NO_ADDEND, order=None, plac
         order, place: the rows of the experts are those of `rows` in this order, if given.
     """
     if native_fits(rows, stack):
-        added = {"t": addend.rows, "b": addend.stack}
-        return _matmul(rows, stack, offsets, transposed, order=order, place=place, **added)
+        rest = {"order": order, "place": place, "t": addend.rows, "b": addend.stack}
+        return _matmul(rows, stack, offsets, transposed, **rest)
     rows = rows.contiguous() if order is None else _gather(rows, place)
     run = grouped_matmul if grouped_mm_fits(rows, offsets) else looped_matmul
     y = run(rows, stack, offsets, transposed)

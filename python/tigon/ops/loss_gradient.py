@@ -108,15 +108,15 @@ class RowLoss:
         return self.rescaled(dx, dloss, x), *(None,) * (ctx.inputs - 1)
 
 
-def scaled(formed: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
+def scaled(gradient: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
     """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it if
     another backward may follow; for a compiler and for batches an operation that repeats."""
-    if type(formed) not in PLAIN or _op.is_compiling() or _op.is_batched():  # see may_overwrite_saved
-        return _product(formed, dloss)
+    if type(gradient) not in PLAIN or _op.is_compiling() or _op.is_batched():  # see may_overwrite_saved
+        return _product(gradient, dloss)
     if _op.graph_is_kept():
-        formed = formed.clone()
-    rescale(formed, dloss)
-    return formed
+        gradient = gradient.clone()
+    rescale(gradient, dloss)
+    return gradient
 
 
 def _product(dx, dloss):

@@ -183,9 +183,8 @@ def _describe(given: ShardedArguments) -> tuple[Facts, _CheckedCall]:
     options = {"op": given.op} | given.formula()._asdict() | given.options._asdict()
     first_class, vocab = options.pop("first_class"), options.pop("vocab")
     options |= {name: values_of(options[name], hidden.device) for name in ("class_weight", "token_weight")}
-    options |= {"more": options.pop("compared"), "lora": None}  # errors say "more"
-    if head.lora is not None:
-        options["lora"] = (*values_of(parameters.lora_a, hidden.device), checked.lora_scale)
+    lora = None if head.lora is None else (*values_of(parameters.lora_a, hidden.device), checked.lora_scale)
+    options["lora"] = lora
     caps = ("shift", "chunk_rows", "max_workspace_mb", "max_peak_mb")
     options |= {name: getattr(head, name) for name in caps}
     options |= {"logit_dtype": checked.wide, "valid_rows": checked.valid_rows}
@@ -240,7 +239,8 @@ def _choose(
     """:func:`choose` for the computed rows of a sequence shard.
 
     Args:
-        listed, scaled: the rows are copies; those of a chunk are copied once more.
+        listed: hidden is a copy of the rows that count.
+        scaled: the rows of a chunk are copied once more, times their factors.
     """
     shards, head, (weight, _, lora_a, _) = rows.shards, given.head, checked.parameters
     widest = max(shards.widest, 1)

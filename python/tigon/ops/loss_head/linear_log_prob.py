@@ -167,20 +167,20 @@ def linear_log_prob(
     limits = {"valid_rows": valid_rows, "chunk_rows": chunk_rows, "max_peak_mb": max_peak_mb}
     head = HeadOptions(**logits, **labels, **limits, lora=lora, logit_dtype=logit_dtype)
     target = labels_of(target, ignore_index)
-    many = has_several_labels(hidden, target)
-    if many:
+    several_labels = has_several_labels(hidden, target)
+    if several_labels:
         check_float(_OP, "hidden", hidden)
         check_indices(_OP, "target", target)
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1
         check(_OP, fits, "target must be {} (and then K >= 1), got {}", hidden.shape[:-1], target.shape)
-    operands.check_head(_OP, hidden, weight, target[..., 0] if many else target, head)
+    operands.check_head(_OP, hidden, weight, target[..., 0] if several_labels else target, head)
     check_keep(_OP, keep_mb)
     check_match(_OP, match, head)
     check_booleans(_OP, entropy=entropy)
     TrainedCalls.count(hidden, weight)
     hidden = operands.autocast(hidden)
     operands.wide_logits(_OP, logit_dtype, hidden)
-    if many:
+    if several_labels:
         if shift:
             target = shifted(target.movedim(-1, 0), **labels).movedim(0, -1)
         head = head._replace(shift=False, position_ids=None)
@@ -190,8 +190,9 @@ def linear_log_prob(
         return _plain(hidden, weight, target, head, entropy)
     main_grad = operands.main_grad_of(_OP, weight)
     call = _native_call(hidden, weight, target, head, main_grad=main_grad, own=_own(entropy=entropy))
-    call = autograd.with_kept_rows(call, 0 if many else keep_mb, main_grad, entropy)
-    sizes, extra_bytes = Sizes(per_row=True, classes=not many), 8 * target.numel() if many else 0
+    call = autograd.with_kept_rows(call, 0 if several_labels else keep_mb, main_grad, entropy)
+    sizes = Sizes(per_row=True, classes=not several_labels)
+    extra_bytes = 8 * target.numel() if several_labels else 0
     call = operands.within_peak(_OP, call, head, sizes, weight, main_grad, extra_bytes=extra_bytes)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is the backward's ctx

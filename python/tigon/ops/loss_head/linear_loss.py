@@ -358,10 +358,12 @@ def _native_call(
     if call.formula.wide_logits:
         check_unbounded(_OP, head.max_peak_mb, "with logit_dtype=torch.float32")
     kept = sum(t.numel() * t.element_size() for t, needed in zip(tensors, loss.wrt, strict=True) if needed)
-    found = operands.plan_within(_OP, call, head, Sizes(sums=True), weight, extra_bytes=kept)
-    if found.least or (groups is not None and found.capped and found.chunk_rows < max(groups.sizes)):
+    head_plan = operands.plan_within(_OP, call, head, Sizes(sums=True), weight, extra_bytes=kept)
+    if head_plan.least or (
+        groups is not None and head_plan.capped and head_plan.chunk_rows < max(groups.sizes)
+    ):
         return None
-    return call.divided(found)
+    return call.divided(head_plan)
 
 
 def _divisor(loss: UserLoss, device):

@@ -40,7 +40,7 @@ def _has_kernel(op, hidden, head: HeadOptions) -> bool:
 def _log_probs(op, hidden, weight, labels, head: HeadOptions, entropy=False):
     """Log-probabilities [answers, T] (and entropies) with a graph: full logits in float64, else chunked."""
     kernel = hidden.dtype != torch.float64
-    check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func" if kernel else "in float64")
+    check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
     fits = not kernel or head.lora is None
     check(op, fits, "lora must be None under the transforms of torch.func, got {}", "one")
     options = head._replace(valid_rows=None, chunk_rows=None).log_prob_options()

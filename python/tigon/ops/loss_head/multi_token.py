@@ -266,9 +266,8 @@ def _within_peak(hidden, heads, max_peak_mb):
     for head in heads:
         trained = head.coefficient != 0 and torch.is_grad_enabled()
         tensors = {id(t): t for t in (hidden, *head.tensors()) if trained and t.requires_grad}
-        vocab, size = head.weight.shape
+        vocab = head.weight.shape[0]
         sizes = with_head(Sizes(classes=True, peak=0), hidden, vocab, rows, head.weight.dtype)._replace(
-            hidden=size,
             train_hidden=any(id(t) in tensors for t in (hidden, *head.parameters())),
             train_weight=id(head.weight) in tensors,
             train_bias=id(head.bias) in tensors,

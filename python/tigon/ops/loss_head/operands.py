@@ -105,15 +105,15 @@ class HeadCall(NamedTuple):
         """The call with other values of :class:`Memory`."""
         return self._replace(memory=self.memory._replace(**changes))
 
-    def divided(self, plan: HeadPlan) -> HeadCall:
+    def divided(self, head_plan: HeadPlan) -> HeadCall:
         """The call as a plan within a peak divides it."""
-        if not plan.capped:
+        if not head_plan.capped:
             return self
-        needs = self.memory.needs | BY_CLASSES * plan.by_classes
-        return self.with_memory(chunk_rows=plan.chunk_rows, needs=needs, keep_rows=plan.kept_rows)
+        needs = self.memory.needs | BY_CLASSES * head_plan.by_classes
+        return self.with_memory(chunk_rows=head_plan.chunk_rows, needs=needs, keep_rows=head_plan.kept_rows)
 
     def without_tensors(self, numbers: tuple = ()) -> HeadCall:
-        """The call that a context holds; `numbers`: the own arguments that the backward takes."""
+        """The call without tensors, for a context; `numbers`: the own arguments that the backward takes."""
         return self._replace(operands=None, own=numbers)
 
     def rows(self) -> int:
@@ -341,7 +341,7 @@ def native_call(
 
 
 def with_needs(sizes: Sizes, needs, lora_a, main_grad) -> Sizes:
-    """Set which operands are trained, and the rank of LoRA."""
+    """Set which operands are trained, the rank of LoRA, and whether weight has a main_grad."""
     return sizes._replace(
         lora_rank=0 if lora_a is None else lora_a.shape[0],
         train_hidden=needs & HIDDEN != 0,
@@ -388,9 +388,9 @@ def within_peak(
     """
     if head.max_peak_mb is None:
         return call
-    found = plan_within(op, call, head, sizes, *weights, planner=planner, extra_bytes=extra_bytes)
-    check_peak(op, found, extra_bytes, head.max_peak_mb)
-    return call.divided(found)
+    head_plan = plan_within(op, call, head, sizes, *weights, planner=planner, extra_bytes=extra_bytes)
+    check_peak(op, head_plan, extra_bytes, head.max_peak_mb)
+    return call.divided(head_plan)
 
 
 class _ToMainGrad(torch.autograd.Function):

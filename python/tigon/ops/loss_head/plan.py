@@ -83,10 +83,10 @@ class LossMemoryOptions(LogProbMemoryOptions, total=False):
 
 def _native_plan(function: str, sizes: tuple[int, ...], others: tuple[int, ...]) -> HeadPlan:
     """Call this function of the native side."""
-    found = (ctypes.c_int64 * len(HeadPlan._fields))()
+    results = (ctypes.c_int64 * len(HeadPlan._fields))()
     given = (ctypes.c_int64 * len(Sizes._fields))(*sizes)
-    getattr(library, function)(given, *map(ctypes.c_int64, others), found)
-    return HeadPlan(*found)
+    getattr(library, function)(given, *map(ctypes.c_int64, others), results)
+    return HeadPlan(*results)
 
 
 # A constant of a trace, as torch.compiler.assume_constant_result makes it, which imports the compiler.
