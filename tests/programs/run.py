@@ -138,7 +138,7 @@ def compare(stock: dict, tigon: dict, head: bool, lora: int | None) -> tuple[flo
         return difference, "the stock run called Tigon"
     if not tigon["calls"]:
         return difference, "no native operator of Tigon was called"
-    if head and not any("::linear_" in op for op in tigon["calls"]):
+    if head and not any(re.search("::(linear|loss_head)_", op) for op in tigon["calls"]):
         return difference, "the loss head was not fused"
     if lora == 0:
         return difference, "no adapter was fused"
