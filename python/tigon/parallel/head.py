@@ -169,10 +169,7 @@ def _checked_call(given: ShardedArguments) -> _CheckedCall:
         valid_rows = known_count(op, counts.long() - 1, -1, False, head.valid_rows)
     else:
         valid_rows = known_count(op, target, head.ignore_index, head.shift, head.valid_rows)
-    needs = 0
-    if torch.is_grad_enabled():
-        wanted = zip(operands.NEEDS.values(), (hidden, *parameters), strict=True)
-        needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
+    needs = operands.needs_of_tensors(hidden, *parameters)
     return _CheckedCall(hidden, target, parameters, float(lora_scale), needs, wide, valid_rows, main_grad)
 
 

@@ -310,13 +310,8 @@ def native_call(
         target = target.to(hidden.device, non_blocking=True)
         if position_ids is not None:
             position_ids = position_ids.to(hidden.device, non_blocking=True)
-    needs, parameters = 0, (hidden, weight, bias, a, b)
-    if torch.is_grad_enabled():
-        needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
-        if bias is not None:
-            needs += BIAS * bias.requires_grad
-        if a is not None:
-            needs += LORA_A * a.requires_grad + LORA_B * b.requires_grad
+    parameters = (hidden, weight, bias, a, b)
+    needs = needs_of_tensors(*parameters)
     if weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)
     else:  # weight's gradient may be rounded by its matmul
@@ -338,6 +333,18 @@ def native_call(
     logits = head.softcap or 0.0, head.logit_scale, head.temperature
     formula = LabelFormula(ignore_index, label_smoothing, *logits, z_loss, lora_scale, wide)
     return HeadCall(operands, formula, Memory(chunk_rows, valid, needs), own), parameters
+
+
+def needs_of_tensors(hidden, weight, bias, lora_a, lora_b) -> int:
+    """Bits of the tensors that need a gradient."""
+    if not torch.is_grad_enabled():
+        return 0
+    needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
+    if bias is not None:
+        needs += BIAS * bias.requires_grad
+    if lora_a is not None:
+        needs += LORA_A * lora_a.requires_grad + LORA_B * lora_b.requires_grad
+    return needs
 
 
 def with_needs(sizes: Sizes, needs, lora_a, main_grad) -> Sizes:
