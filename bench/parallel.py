@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 bench/parallel.py
 
 `limit`: the three bare matmuls of a shard, in turns with the calls; for given logits a copy of 6 bytes an
-element. `alone`: the same call on this process's shard in a group of itself; the rest is communication, of
-which `exposed` is what the profiler sees beside no other kernel. Peers for given logits: PyTorch's
-`loss_parallel`, and Megatron-Core's where it is installed.
+element. `divided`: those of the whole head on one GPU, divided by the number of GPUs. `alone`: the same call
+on this process's shard in a group of itself; the rest is communication, of which `exposed` is what the
+profiler sees beside no other kernel. Peers for given logits: PyTorch's `loss_parallel`, and Megatron-Core's
+where it is installed.
 Times are medians over calls, of the slowest process; peaks are beyond the inputs. Writes JSON lines.
 """
 
@@ -148,8 +149,11 @@ def head(name: str, alone) -> dict:
     calls = {"limit_ms": matmuls(of_limit, hidden, max(shares)), "ms": lambda: step(**options)}
     if not sequence_parallel:
         calls["alone_ms"] = lambda: step(alone)
+        calls["divided_ms"] = matmuls(of_limit, hidden, vocab)
     times = in_turns(calls)
     times["limit_ms"] *= tokens / of_limit
+    if "divided_ms" in times:
+        times["divided_ms"] *= tokens / of_limit / ranks
     del calls
     torch.cuda.empty_cache()
     record = {"op": "parallel_head", "case": name, **times, "peak_mb": peak_mb(lambda: step(**options))}

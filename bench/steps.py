@@ -73,11 +73,11 @@ def parallel_section(run, op: str) -> Section:
         timed = {name: r for name, r in measured.items() if "ms" in r}
         for name, r in (measured | measured.elsewhere).items():
             if "ms" not in r:
-                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 5])
+                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 6])
                 continue
-            limit, alone = r["limit_ms"], r.get("alone_ms")
+            limit = r["limit_ms"]
             cells = [ms(r["ms"]), ms(limit), f"{100 * limit / r['ms']:.0f} %"]
-            cells += [ms(alone) if alone else "-", mib(r)]
+            cells += [ms(r[of]) if r.get(of) else "-" for of in ("divided_ms", "alone_ms")] + [mib(r)]
             cells.append(ms(r["exposed_ms"]) if "exposed_ms" in r else "-")
             rows.append([case, str(r["gpus"]), measured.shown(name, lambda r: r["provider"]), *cells])
         if "tigon" in timed:
@@ -91,14 +91,16 @@ def parallel_section(run, op: str) -> Section:
         "ms of a step",
         "limit",
         "of the limit",
-        "the share alone",
+        "divided",
+        "the shard alone",
         "MiB of each GPU",
         "exposed",
     )
     section.text = (
-        "The limit: the bare matmuls divided by the GPUs, for given logits the bytes of one "
-        "process.\n`the share alone`: one process with its shard as the whole vocabulary, "
-        "without the others.\n`exposed`: "
+        "The limit: the bare matmuls of a shard, for given logits a copy of the bytes of one process.\n"
+        "`divided`: the bare matmuls of the whole head on one GPU, divided by the number of GPUs.\n"
+        "`the shard alone`: one process with its shard as the whole vocabulary, without the others.\n"
+        "`exposed`: "
         "communication beside no other kernel, by the profiler.\n\n" + markdown(head, rows)
     )
     return section

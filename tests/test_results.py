@@ -221,7 +221,7 @@ def test_records_of_every_program(tmp_path):
     assert pages.keys() == {f"{name}.md" for name in names.split()}
     assert "| small bf16 | 2.000 ms | fused | 1.000 ms | 100.0 % |" in pages["optimizer.md"]
     assert "| 2.000 | 50 % | 1.000 | out of memory | 0.50x behind | 7 | 9 | - |" in pages["optimizer.md"]
-    assert "| 8x4x2 | 2 | tigon | 2.000 | 1.000 | 50 % | 1.500 | 3 |" in pages["parallel.md"]
+    assert "| 8x4x2 | 2 | tigon | 2.000 | 1.000 | 50 % | - | 1.500 | 3 |" in pages["parallel.md"]
     assert "| parallel_cross_entropy 8x4x2 | 2.000 ms | torch | 1.000 ms | 100.0 % |" in pages["parallel.md"]
     assert "| broken | no such group |" in pages["parallel.md"]
     assert "--nproc-per-node 2 bench/parallel.py" in pages["parallel.md"]

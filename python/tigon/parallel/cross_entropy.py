@@ -54,37 +54,38 @@ def take_class_weight(op, shards: Shards, class_weight, device):
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Rows, target, find_scale, logits):
-        statistics, gathered = rows.statistics(logits[:, : rows.shards.real], target), None
+        own, gathered = rows.statistics(logits[:, : rows.shards.real], target), None
         if target.shape[0]:
-            gathered = Work(rows.shards).start_gather(statistics)
+            gathered = Work(rows.shards).start_gather(own)
         scale = find_scale()  # while the statistics are gathered; None: one loss for each row
-        statistics = statistics.repeat(rows.shards.size, 1) if gathered is None else gathered()
+        statistics = own.repeat(rows.shards.size, 1) if gathered is None else gathered()
         numbers, _ = rows.combined(statistics, target, None)
-        losses, log_mass = numbers[0], numbers[NUMBERS.index("log_mass")]
         ctx.rows, ctx.scalar = rows, scale is not None
         if not ctx.scalar:
-            ctx.save_for_backward(logits, log_mass, target)
-            return losses
+            ctx.save_for_backward(logits, own, numbers, target)
+            return numbers[0]
         if ctx.needs_input_grad[3]:
-            ctx.save_for_backward(_gradient(rows, logits, target, log_mass, scale))
-        return total(losses, scale)
+            ctx.save_for_backward(_gradient(rows, logits, own, numbers, target, scale))
+        return total(numbers[0], scale)
 
     @staticmethod
     @once(OP)
     def backward(ctx, dloss):
         if ctx.scalar:
             return None, None, None, scaled(*ctx.saved_tensors, dloss)
-        logits, log_mass, target = ctx.saved_tensors
-        return None, None, None, _gradient(ctx.rows, logits, target, log_mass, dloss.contiguous())
+        return None, None, None, _gradient(ctx.rows, *ctx.saved_tensors, dloss.contiguous())
 
 
-def _gradient(rows: Rows, logits, target, log_mass, scale):
-    """Compute dlogits, zero in columns of padding."""
+def _gradient(rows: Rows, logits, statistics, numbers, target, scale):
+    """Compute dlogits, zero in columns of padding. ``statistics``: this shard's."""
     real = rows.shards.real
     dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     dlogits[:, real:] = 0.0
     if real > 0 and dlogits.shape[0] > 0:
-        rows.gradient(logits[:, :real], dlogits[:, :real], target, log_mass, scale)
+        numbers = dict(zip(NUMBERS, numbers, strict=True))
+        known = (*statistics[:2], numbers["log_prob"])
+        part = logits[:, :real], dlogits[:, :real]
+        rows.gradient(*part, target, numbers["log_mass"], scale, known=known)
     return dlogits
 
 

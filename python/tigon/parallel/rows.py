@@ -154,9 +154,21 @@ class Rows(NamedTuple):
         return _renormalize.named(dlogits=dlogits, **rows, **formula)
 
     def gradient(
-        self, logits, dlogits, target, log_mass, scale, entropy_scale=None, entropy=None, label_sets=None
+        self,
+        logits,
+        dlogits,
+        target,
+        log_mass,
+        scale,
+        entropy_scale=None,
+        entropy=None,
+        label_sets=None,
+        known=None,
     ) -> None:
-        """Compute dlogits of this shard's columns; they may overwrite the logits."""
+        """Compute dlogits of this shard's columns; they may overwrite the logits.
+
+        ``known``: the first two of :meth:`statistics` and log_prob of the rows, for a pass without sums.
+        """
         weight_sum, of_labels = None, {}
         if label_sets is not None:
             scores = torch.empty(label_sets.labels.shape, device=target.device)
@@ -166,6 +178,8 @@ class Rows(NamedTuple):
             weight_sum = self.class_weight.double().sum().float().reshape(1)
         rows = {"dlogits": dlogits, "scale": scale, "entropy_scale": entropy_scale, "log_mass": log_mass}
         rows |= {"all_entropy": entropy, "weight_sum": weight_sum}
+        if known is not None:
+            rows |= dict(zip(("known_max", "known_log_sum", "all_log_prob"), known, strict=True))
         _gradient.named(**self._shard(logits, target), **rows)
         if label_sets is not None:
             rows = {"dlogits": dlogits, "entropy_scale": entropy_scale, "entropy": entropy}

@@ -28,6 +28,13 @@ void check_shard(const CrossEntropyRows& a) {
     require_f32("all_lse", a.all_lse, rows), require_f32("all_log_prob", a.all_log_prob, rows);
   else if (a.log_mass || !a.row_max)
     require_f32("log_mass", a.log_mass, rows);
+  if (a.known_max || a.known_log_sum) {
+    require_f32("known_max", a.known_max, rows), require_f32("known_log_sum", a.known_log_sum, rows);
+    require_f32("log_mass", a.log_mass, rows), require_f32("all_log_prob", a.all_log_prob, rows);
+    for (const Vector* v : {&a.loss, &a.lse, &a.target_logit, &a.log_prob, &a.entropy, &a.predicted,
+                            &a.row_max, &a.log_sum, &a.smoothing})
+      TIGON_CHECK(kOp, !*v, "with known_max dlogits must be the only result");
+  }
   if (a.entropy_scale) require_f32("all_entropy", a.all_entropy, rows);
   if (a.class_weight && a.label_smoothing > 0.0f) require_f32("weight_sum", a.weight_sum, 1);
 }
@@ -306,6 +313,8 @@ struct ShardGradient : CrossEntropyRows {
     f.optional("scale", scale), f.optional("entropy_scale", entropy_scale);
     f.optional("log_mass", log_mass), f.optional("all_entropy", all_entropy),
         f.optional("weight_sum", weight_sum);
+    f.optional("known_max", known_max), f.optional("known_log_sum", known_log_sum),
+        f.optional("all_log_prob", all_log_prob);
   }
 };
 void shard_gradient(Context& ctx, const ShardGradient& a) { cross_entropy_rows(ctx, a); }

@@ -27,7 +27,8 @@
 //             row's lse is lse - log_mass and its entropy all_entropy (cross_entropy_combine), p = e^(z -
 //             lse + log_mass), and dlogits are the columns of the whole row's gradient. If the row's lse and
 //             log_prob are given, log_mass is a difference to this lse, and 1 - p of the label is that of
-//             this log_prob. Without any of these, in a call that has row_max, p = e^(z - lse) is that of
+//             this log_prob. With known_max and known_log_sum, the statistics of these columns, lse is
+//             their sum. Without any of these, in a call that has row_max, p = e^(z - lse) is that of
 //             these columns by themselves (0 if all are at -inf), and cross_entropy_renormalize makes dlogits
 //             the whole row's: statistics and gradient in one pass.
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits
@@ -94,6 +95,9 @@ struct CrossEntropyRows {
   Vector log_mass;
   // Hold lse and log_prob of all columns, f32 [rows], which dlogits may have instead of log_mass.
   Vector all_lse, all_log_prob;
+  // Hold row_max and log_sum, f32 [rows], which an earlier pass found. A call whose only result is dlogits
+  // may have them, with log_mass and all_log_prob; they need not be computed again.
+  Vector known_max, known_log_sum;
   // Holds the entropy of all columns, f32 [rows]. dlogits need it with entropy_scale.
   Vector all_entropy;
   // Holds the sum of class_weight [classes], f32 [1]. dlogits need it if both class_weight and

@@ -247,6 +247,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
         .log_mass = a.classes > 0 ? a.log_mass.as<float>() : nullptr,
         .all_lse = a.all_lse.as<float>(),
         .all_log_prob = a.all_log_prob.as<float>(),
+        .known_max = a.known_max.as<float>(),
+        .known_log_sum = a.known_log_sum.as<float>(),
         .all_entropy = a.all_entropy.as<float>(),
         .weight_sum = a.classes > 0 ? a.weight_sum.as<float>() : nullptr,
         .first_class = a.first_class,
@@ -287,7 +289,12 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       if (out == DType::bf16) return run(static_cast<__nv_bfloat16*>(nullptr));
       if (out == DType::f16) return run(static_cast<__half*>(nullptr));
     }
-    run(static_cast<T*>(nullptr));
+    // Deterministic gradients are those of a pass over whole rows.
+    if (a.known_max && p.log_mass != nullptr && plain && a.softcap == 0.0f && !a.entropy_scale &&
+        !ctx.deterministic)
+      cross_entropy_known(ctx, p);
+    else
+      run(static_cast<T*>(nullptr));
   });
 }
 

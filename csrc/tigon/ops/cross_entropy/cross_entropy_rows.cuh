@@ -30,7 +30,7 @@ struct CrossEntropyParams {
   float *row_max, *log_sum, *smoothing;
   // In a shard the logits are columns [first_class, first_class + cols) of `classes`. These may be null;
   // class_weight begins at the first column.
-  const float *log_mass, *all_lse, *all_log_prob, *all_entropy, *weight_sum;
+  const float *log_mass, *all_lse, *all_log_prob, *known_max, *known_log_sum, *all_entropy, *weight_sum;
   int64_t first_class, classes;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
   // `slice` is the number of columns of a CTA.
@@ -51,6 +51,9 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
 // Takes those of these rows that have a softcap. Also returns false if no variant fits.
 template <class T, class D>
 bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& p);
+// Computes the gradient of rows that have known_max, for rows without bias, softcap, smoothing and entropies.
+template <class T>
+void cross_entropy_known(Context& ctx, CrossEntropyParams<T> p);
 
 namespace {
 
