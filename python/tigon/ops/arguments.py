@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tigon._op import check_stored, foreign
+from tigon._op import check_stored, foreign, is_transformed
 from tigon.error import Error, check, refuse, renamed
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -287,7 +287,7 @@ def one_each(op: str, name: str, values: object, count: int, what: str, default:
 def readable(t: torch.Tensor) -> bool:
     """Whether the numbers of a tensor can be looked at without waiting: on the CPU, outside tracing and the
     transforms of ``torch.func``."""
-    return not (is_traced(t) or torch._C._are_functorch_transforms_active()) and t.device.type == "cpu"
+    return not (is_traced(t) or is_transformed()) and t.device.type == "cpu"
 
 
 def is_traced(t: torch.Tensor) -> bool:

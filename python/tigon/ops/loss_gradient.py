@@ -65,7 +65,7 @@ class RowLoss:
         """The loss; ``inplace``: a scalar's gradient may take the place of the first input."""
         scalar = inputs[self.reduction] != NONE
         # Inside vmap a tensor does not tell what it needs.
-        transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        transformed = not torch.compiler.is_compiling() and _op.is_transformed()
         wanted = scalar and (transformed or (torch.is_grad_enabled() and inputs[0].requires_grad))
         if inplace and wanted and not transformed and not torch.compiler.is_compiling():
             return self.apply_in_place(*inputs, True)

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch.autograd import forward_ad
 
-from tigon._op import foreign, has_kernel, once, refuse_tangents
+from tigon._op import foreign, has_kernel, is_transformed, once, refuse_tangents
 from tigon.error import check
 from tigon.ops.agreement import Facts, Shards, agree, comparable, number_of, of_rows, or_unknown, values_of
 from tigon.ops.arguments import called, check_float, check_integers, check_stored
@@ -29,8 +29,7 @@ def check_layout(op, vocab, first_class) -> None:
 
 def check_eager(op, **tensors) -> None:
     """Check that the call runs in eager mode on plain tensors, as its collectives need."""
-    transformed = torch._C._are_functorch_transforms_active()
-    check(op, not transformed, "the transforms of torch.func are not supported")
+    check(op, not is_transformed(), "the transforms of torch.func are not supported")
     given = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     if forward_ad._current_level >= 0:
         refuse_tangents(op, tuple(given.values()))

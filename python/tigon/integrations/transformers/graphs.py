@@ -31,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from tigon._op import once
+from tigon._op import is_transformed, once
 from tigon.error import check
 from tigon.graphs.backend import LASTING, RECAPTURES, WARMUP, Loan, Said, backends, live, undisturbed, why
 from tigon.graphs.watch import StandIns, Watch, intercepted
@@ -309,7 +309,7 @@ class ModelGraphs:
         kind = None if first is None else backends.get(first.device.type)
         if not (module.training and torch.is_grad_enabled() and kind is not None) or kind.capturing():
             raise Eagerly
-        if torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
+        if torch.jit.is_tracing() or is_transformed():
             raise Eagerly
         if self.outer is None and not any("labels" in name for name in given):
             self.bypassed = True

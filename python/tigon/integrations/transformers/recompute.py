@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from tigon._dtensor import PLAIN
+from tigon._op import is_transformed
 from tigon.error import check, refuse
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
 from tigon.integrations.transformers.head_operands import is_linear, is_lora
@@ -100,7 +101,7 @@ def forms_again(
     x: torch.Tensor, weight, kinds: Iterable[str] = (NORMS, GATED_UNITS)
 ) -> Callable[[], torch.Tensor] | None:
     """A function that computes x again, if a Linear with this weight may keep that instead."""
-    if not torch.is_grad_enabled() or type(x) not in PLAIN or torch._C._are_functorch_transforms_active():
+    if not torch.is_grad_enabled() or type(x) not in PLAIN or is_transformed():
         return None
     if not plain(weight) or hasattr(weight, "ds_id"):  # ZeRO-3 replaces the data of saved tensors
         return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from tigon._load import native
-from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
+from tigon._op import Op, direct_apply, graph_is_kept, is_transformed, may_overwrite_saved, raw, refuse_second
 from tigon.ops.loss_head import tied
 from tigon.ops.loss_head.operands import (
     BY_CLASSES,
@@ -145,7 +145,7 @@ _rows_backward_in_place = raw("linear_cross_entropy_rows_bwd_", _fake_rows_in_pl
 def with_kept_rows(call: HeadCall, keep_mb, main_grad, entropy=False) -> HeadCall:
     """The call with the rows that its forward keeps; `entropy`: entropies may need a gradient."""
     needs = call.memory.needs
-    if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
+    if keep_mb == 0 or not needs & ~MAY_ROUND or is_transformed():
         return call
     logits = entropy and not only_hidden(needs) and not call.formula.wide_logits
     needs |= LOGITS if logits else UNSCALED * (needs & HIDDEN != 0)
@@ -266,7 +266,7 @@ class HeadLoss:
         """
         if torch.compiler.is_compiling():
             output = self.op.registered(*call.flat())
-        elif torch._C._are_functorch_transforms_active():
+        elif is_transformed():
             output = self.op.transformed(*call.with_memory(needs=0, keep_rows=0).flat())
         elif call.memory.needs & ~MAY_ROUND == 0:
             output = self.op.forward(*call.flat())

@@ -20,7 +20,7 @@ from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import check_shift
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import Sizes
+from tigon.ops.loss_head.plan import Planner, Sizes
 from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
@@ -370,7 +370,8 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, extra_
     )
     call, parameters = operands.native_call(_OP, hidden, weight, target, head, token_weight=factor, own=own)
     steps, sizes = target.numel() // max(base.numel(), 1), Sizes(per_row=own.reduction == 0)
-    planner = "tigon_drafter_loss_plan", steps, *reversed(teacher_weight.shape), draft_id is not None
+    numbers = steps, *reversed(teacher_weight.shape), draft_id is not None
+    planner = Planner("tigon_drafter_loss_plan", numbers)
     call = operands.within_peak(_OP, call, head, sizes, weight, planner=planner, extra_bytes=extra_bytes)
     losses, numbers = _loss.run(call, parameters, scalar=own.reduction != 0)
     overlap, counted = numbers.view(2, *target.shape)

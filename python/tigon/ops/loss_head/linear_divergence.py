@@ -24,7 +24,7 @@ from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import Sizes, check_unbounded
+from tigon.ops.loss_head.plan import Planner, Sizes, check_unbounded
 from tigon.ops.loss_head.reference import plain_logits, result_type
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
@@ -225,7 +225,7 @@ def _run_kernel(op, hidden, weight, teacher: _Teacher, labels, head: HeadOptions
         op, hidden, weight, labels, head, token_weight=d.token_weight, own=own
     )
     size = 0 if teacher_weight is None else states.shape[-1]
-    sizes, planner = Sizes(per_row=own.reduction == 0), ("tigon_linear_divergence_plan", size)
+    sizes, planner = Sizes(per_row=own.reduction == 0), Planner("tigon_linear_divergence_plan", (size,))
     call = operands.within_peak(op, call, head, sizes, weight, planner=planner)
     loss, numbers = _loss.run(call, parameters, scalar=own.reduction != 0)
     names = [name for name in NUMBERS if name in d.outputs]

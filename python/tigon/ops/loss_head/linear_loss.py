@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tigon._op import has_kernel, once, raw, refuse_tangents
+from tigon._op import has_kernel, is_transformed, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import arguments
 from tigon.ops import cross_entropy as _cross_entropy
@@ -465,7 +465,7 @@ def linear_loss(
     composed = functools.partial(_composed, hidden, weight, target, loss, tensors, kernel, head)
     if not kernel or apart or arguments.is_traced(hidden) or late:
         return composed()
-    transformed = torch._C._are_functorch_transforms_active()
+    transformed = is_transformed()
     if transformed:
         check_unbounded(_OP, max_peak_mb, "under the transforms of torch.func")
     words = 'the transforms of torch.func must take reduction="none", got {!r}'

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tigon._op import has_kernel
+from tigon._op import has_kernel, is_transformed
 from tigon.error import check
 from tigon.ops import policy as _policy
 from tigon.ops import preference as _preference
@@ -21,7 +21,7 @@ from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.operands import HeadCall, TrainedCalls
 from tigon.ops.loss_head.options import HeadOptions
-from tigon.ops.loss_head.plan import Sizes, check_unbounded
+from tigon.ops.loss_head.plan import Planner, Sizes, check_unbounded
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
@@ -86,7 +86,7 @@ def _run(loss: HeadLoss, op, hidden, weight, labels, head: HeadOptions, group, o
     """Run an operator with its `own` arguments by name; `group`: answers that share a chunk."""
     own = loss.own(answers=labels.shape[0], **own)
     call, _ = operands.native_call(op, hidden, weight, labels, head, own=own)
-    planner = "tigon_linear_preference_plan", group, labels.shape[1]
+    planner = Planner("tigon_linear_preference_plan", (group, labels.shape[1]))
     call = operands.within_peak(op, call, head, Sizes(classes=True), weight, planner=planner)
     return loss.run(call, tuple(getattr(call.operands, name) for name in operands.NEEDS))
 
@@ -127,7 +127,7 @@ def _prefer(
     TrainedCalls.count(hidden, weight)
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
     ignore_index, shift, native = head.ignore_index, head.shift, _has_kernel(op, hidden, head)
-    plain = not native or torch._C._are_functorch_transforms_active()  # log-probabilities with a graph first
+    plain = not native or is_transformed()  # log-probabilities with a graph first
     if not native:
         operands.check_plain(op, weight.shape[0], target, head)
     labels = target
@@ -386,7 +386,7 @@ def linear_policy(
     constants = _policy.constants(op, target.shape, hidden.device, **given, **divisors)
     TrainedCalls.count(hidden, weight)
     hidden, weight = operands.autocast(hidden), operands.plain_weight(op, weight)
-    if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
+    if not _has_kernel(op, hidden, head) or is_transformed():
         return _plain_policy(op, hidden, weight, target, head, constants, divisors, f)
     group = int(level != "token" or kind == "vespo")
     return _native_policy(op, hidden, weight, target, head, constants, divisors, f, group)

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call
 
 from tigon._dtensor import is_dtensor
-from tigon._op import has_kernel, once, refuse_tangents, transformable
+from tigon._op import has_kernel, is_transformed, once, refuse_tangents, transformable
 from tigon.error import check
 from tigon.ops import arguments
 from tigon.ops.arguments import kind_of, one_each
@@ -294,7 +294,7 @@ def _in_turn(hidden, heads, labels):
 def _composes(hidden, heads) -> bool:
     """Whether autograd differentiates the whole: if gradients cannot be computed, or not exactly, before the
     upstream gradient is known."""
-    if arguments.is_traced(hidden) or torch._C._are_functorch_transforms_active() or hidden.is_meta:
+    if arguments.is_traced(hidden) or is_transformed() or hidden.is_meta:
         return True
     active = [head for head in heads if head.coefficient]
     trained = hidden.requires_grad or any(head.tensors() for head in active)
@@ -417,7 +417,7 @@ def multi_token_loss(
     check_cap(_OP, max_peak_mb=max_peak_mb)
     if max_peak_mb is not None:
         trained = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, *made[0].tensors()))
-        if run is _composed and (trained or torch._C._are_functorch_transforms_active()):
+        if run is _composed and (trained or is_transformed()):
             check_unbounded(_OP, max_peak_mb, "where autograd differentiates all heads together")
         made = _within_peak(hidden, made, max_peak_mb)
     return MultiTokenLoss(*run(hidden, made, labels))

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from tigon._load import native
-from tigon._op import Op
+from tigon._op import Op, is_transformed
 from tigon.error import check, refuse
 from tigon.ops import arguments
 from tigon.ops.cross_entropy import split_denominator
 from tigon.ops.loss_head.labels import check_shift, check_valid_rows, known_rows, shifted
 from tigon.ops.loss_head.options import HeadOptions
 from tigon.ops.loss_head.plan import (
+    LOSS_HEAD,
     HeadPlan,
     Sizes,
     check_cap,
@@ -359,10 +360,18 @@ def with_needs(sizes: Sizes, needs, lora_a, main_grad) -> Sizes:
 
 
 def plan_within(
-    op, call: HeadCall, head: HeadOptions, sizes: Sizes, weight, main_grad=None, *, planner=(), extra_bytes=0
+    op,
+    call: HeadCall,
+    head: HeadOptions,
+    sizes: Sizes,
+    weight,
+    main_grad=None,
+    *,
+    planner=LOSS_HEAD,
+    extra_bytes=0,
 ) -> HeadPlan:
     """Plan a call that takes at most ``max_peak_mb``; see :func:`within_peak`."""
-    if torch._C._are_functorch_transforms_active():  # the backward forms other gradients than are planned
+    if is_transformed():  # the backward forms other gradients than are planned
         check_unbounded(op, head.max_peak_mb, "under the transforms of torch.func")
     hidden, matrix, lora_a = (getattr(call.operands, name) for name in ("hidden", "weight", "lora_a"))
     needs, memory, worked = call.memory.needs, call.memory, call.rows()
@@ -379,18 +388,17 @@ def plan_within(
         unit=needs & UNSCALED != 0,
         peak=limit_bytes(head.max_peak_mb, extra_bytes),
     )
-    return plan(sizes, *planner)
+    return plan(sizes, planner)
 
 
 def within_peak(
-    op, call: HeadCall, head: HeadOptions, sizes: Sizes, *weights, planner=(), extra_bytes=0
+    op, call: HeadCall, head: HeadOptions, sizes: Sizes, *weights, planner=LOSS_HEAD, extra_bytes=0
 ) -> HeadCall:
     """The call, divided so that it and its backward take at most ``max_peak_mb``.
 
     Args:
         sizes: what the operator sets itself.
         weights: weight as the caller gave it, and its main_grad if it has one.
-        planner: function and numbers of :func:`plan`.
         extra_bytes: that the plan does not know.
     """
     if head.max_peak_mb is None:

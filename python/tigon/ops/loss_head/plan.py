@@ -93,15 +93,22 @@ def _native_plan(function: str, sizes: tuple[int, ...], others: tuple[int, ...])
 _native_plan._dynamo_marked_constant = True
 
 
-def plan(sizes: Sizes, function: str = "tigon_loss_head_plan", *others: int) -> HeadPlan:
+class Planner(NamedTuple):
+    """A function of the native side that plans a call, and the numbers that it takes after the sizes."""
+
+    function: str
+    numbers: tuple[int, ...] = ()
+
+
+LOSS_HEAD = Planner("tigon_loss_head_plan")
+
+
+def plan(sizes: Sizes, planner: Planner = LOSS_HEAD) -> HeadPlan:
     """Ask the native side for the plan of a call, which follows only from sizes; symbolic sizes become
     numbers.
-
-    Args:
-        function: of the native side.
-        others: the numbers that this function takes after the sizes.
     """
-    return _native_plan(function, tuple(map(operator.index, sizes)), tuple(map(operator.index, others)))
+    sizes, numbers = (tuple(map(operator.index, given)) for given in (sizes, planner.numbers))
+    return _native_plan(planner.function, sizes, numbers)
 
 
 def with_head(sizes: Sizes, hidden: torch.Tensor, vocab: int, rows: int, weight_dtype=None) -> Sizes:
@@ -242,12 +249,11 @@ class _PlannedCall:
         names = ("train_hidden", "train_weight", "train_bias")
         return {name: getattr(self, name) for name in names}
 
-    def memory(self, sizes: Sizes, *planner, extra_bytes: int = 0) -> HeadMemory:
+    def memory(self, sizes: Sizes, planner: Planner = LOSS_HEAD, extra_bytes: int = 0) -> HeadMemory:
         """Check the call and ask for its memory.
 
         Args:
             sizes: what the operator sets itself.
-            planner: function and numbers of :func:`plan`.
             extra_bytes: of the peak, that the plan does not know.
         """
         self.check()
@@ -270,7 +276,7 @@ class _PlannedCall:
             unit=self.keep_mb != 0,
             peak=limit_bytes(self.max_peak_mb, extra_bytes),
         )
-        head_plan = plan(sizes, *planner)
+        head_plan = plan(sizes, planner)
         check_peak(_OP, head_plan, extra_bytes, self.max_peak_mb)
         return HeadMemory(*(getattr(head_plan, name) for name in HeadMemory._fields))
 
@@ -369,7 +375,7 @@ def linear_preference_memory(
     check_integers(_OP, least=0, answers=answers, tokens=tokens)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
     call = _PlannedCall(answers * tokens, hidden_size, vocab, dtype, **options)
-    return call.memory(Sizes(classes=True), "tigon_linear_preference_plan", group, tokens)
+    return call.memory(Sizes(classes=True), Planner("tigon_linear_preference_plan", (group, tokens)))
 
 
 @arguments.called()
@@ -403,7 +409,7 @@ def linear_divergence_memory(
     if teacher_hidden_size is not None:
         check_integers("linear_divergence_memory", least=1, teacher_hidden_size=teacher_hidden_size)
     call = _PlannedCall(rows, hidden_size, vocab, dtype, reduction=known[reduction], keep_mb=0, **options)
-    return call.memory(Sizes(), "tigon_linear_divergence_plan", teacher_hidden_size or 0)
+    return call.memory(Sizes(), Planner("tigon_linear_divergence_plan", (teacher_hidden_size or 0,)))
 
 
 @arguments.called()
@@ -447,7 +453,7 @@ def drafter_loss_memory(
         options["valid_rows"] *= steps
     call = _PlannedCall(rows * steps, hidden_size, vocab, dtype, reduction=reduction, keep_mb=0, **options)
     sides = steps, teacher_hidden_size, teacher_vocab, draft_ids
-    return call.memory(Sizes(), "tigon_drafter_loss_plan", *sides)
+    return call.memory(Sizes(), Planner("tigon_drafter_loss_plan", sides))
 
 
 @arguments.called()
