@@ -7,6 +7,7 @@ import gc
 import importlib
 import logging
 import os
+import random
 import warnings
 from pathlib import Path
 
@@ -27,12 +28,33 @@ if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
     mallopt(M_MMAP_MAX, 0)
     mallopt(M_TRIM_THRESHOLD, -1)
 
+FEWEST_CASES = 8  # of a test, without --all
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 def pytest_addoption(parser):
     """--all, which `.ci/run` gives."""
-    parser.addoption("--all", action="store_true", help="tests marked slow too")
+    parser.addoption("--all", action="store_true", help="every case of every test, and tests marked slow")
+
+
+def deselect_cases(config, items):
+    """Leave every test some of its cases, the same ones in each run, drawn at random.
+
+    A run that names tests, or takes --all, has all of their cases.
+    """
+    named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
+    if named or config.getoption("--all"):
+        return
+    cases = collections.defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left = set()
+    for name, of_test in cases.items():
+        count = max(FEWEST_CASES, len(of_test) // 8)
+        if count < len(of_test):
+            left.update(set(of_test) - set(random.Random(name).sample(of_test, count)))
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.hookimpl(trylast=True)  # after -k
@@ -41,6 +63,7 @@ def pytest_collection_modifyitems(config, items):
 
     Of the cases of one test one is skipped for all, and says how many they are.
     """
+    deselect_cases(config, items)
     skips = {}
     if not torch.cuda.is_available():
         skips["gpu"] = "needs an NVIDIA GPU: torch sees no CUDA device"

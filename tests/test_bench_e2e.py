@@ -128,6 +128,7 @@ def test_cards(words, monkeypatch, enough):
         assert limits == [24, 40, 48, 80]
 
 
+@pytest.mark.slow
 def test_a_limit_has_a_process_of_its_own(words):
     assert e2e.main([*words, "--models", "llama3.2-1b", "--providers", "tigon", "--memory", "8"]) == 0
     (record,) = records(words)

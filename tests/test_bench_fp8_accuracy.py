@@ -28,6 +28,7 @@ def tiny(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "MODELS", MODELS)
 
 
+@pytest.mark.slow
 def test_runs_and_their_table():
     found = bench.cases(
         bench.parse(["--device", "cpu", "--parts", "300m", "--ways", "bf16,rowwise,rowwise_qk_bf16"])

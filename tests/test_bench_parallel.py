@@ -14,6 +14,7 @@ sys.path.append(str(BENCH))
 SMALL = "hidden_size=64,intermediate_size=96,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("two processes")
 def test_models_on_two_processes(tmp_path):
     """Every layout that is installed: the losses of stock and Tigon are one, each case is a record."""

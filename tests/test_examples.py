@@ -123,6 +123,7 @@ def test_continue_training(options):
     assert got["losses"] == pytest.approx(got["wanted"], rel=1e-5) and len(got["losses"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "example, words, package",
     [

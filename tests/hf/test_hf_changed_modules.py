@@ -218,6 +218,7 @@ def changed(model, path, change):
         remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_module_is_asked(name):
     model, inputs = make(name), batch(tokens=5, rows=1)

@@ -87,6 +87,7 @@ def test_a_layer(dtype, dropout, bias):
     assert min(ratio(w, g) for w, g in zip(want, ours, strict=True)) > floor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [FP8, ONLY])
 def test_a_model(options):
     """Eager steps are those of a traced model, where the adapters are beside fp8_linear."""

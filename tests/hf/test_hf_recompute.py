@@ -289,6 +289,7 @@ def test_hooks_of_modules_run():
     assert seen == 2 * ["forward", "backward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["elementwise", 0.5])
 def test_a_compiled_model_keeps_what_the_compiler_chooses(mode):
     model, inputs = build(layers=1), batch()

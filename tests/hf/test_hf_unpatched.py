@@ -117,6 +117,7 @@ def equal(got, wanted) -> bool:
     return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
 def test_a_compiled_model_beside_a_patched_one_is_stock(name):
     """Compiled before apply or behind it; no graph holds an operator of Tigon's."""

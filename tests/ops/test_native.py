@@ -108,6 +108,7 @@ for case in test_muon.LISTS:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPT, LISTS, EXPERTS], ids=["rows", "lists", "experts"])
 def test_same_bits_on_every_instruction_set_and_thread_count(script):
     assert len(bits_under(script)) == 1
