@@ -30,9 +30,8 @@ def tiny(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_runs_and_their_table():
-    found = bench.cases(
-        bench.parse(["--device", "cpu", "--parts", "300m", "--ways", "bf16,rowwise,rowwise_qk_bf16"])
-    )
+    words = ["--device", "cpu", "--parts", "300m", "--ways", "bf16,rowwise,rowwise_qk_bf16", "--batch", "1"]
+    found = bench.cases(bench.parse(words))
     plain, other, quick, attention = records = [case | bench.run_case(case) for case in found]
     assert len({str(r["losses"]) for r in records}) == 4 and len(quick["losses"]) == 26
     first = [r["losses"][0] for r in records]

