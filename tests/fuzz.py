@@ -42,6 +42,7 @@ CONSTANT_WEIGHT = {"logits", "q"}  # beside them weight is of classes, or of que
 NOT_BESIDE_FLOAT64 = {"contrastive_loss with all", "clip_grad_norm_", "dequantize"}
 SIGNS = {"tvd", "linear_tvd"}  # whose gradients are signs of a difference, which rounding turns
 LARGEST = 1e4  # where exponentials are larger, they are as far apart as their exponents' roundings
+device = "cpu"  # of the tensors: --device
 NEAR = 2e-3  # of the largest value: what a wrong number breaks, not a lost digit
 
 
@@ -50,7 +51,7 @@ def fuzz_case(op: str, seed: int) -> None:
     dtype = draw.choice(random_cases.DTYPES)
     params = random_cases.DRAWERS.get(op, random_cases._one_tensor)(draw)
     try:
-        check_case(MODULES[op], Case(f"fuzz {seed}", params), "cpu", dtype)
+        check_case(MODULES[op], Case(f"fuzz {seed}", params), device, dtype)
     except AssertionError as error:
         over = re.search(r"error (\S+) over (\S+);.* the values (\S+)", str(error))
         error, bound, size = map(float, over.groups()) if over else (1.0, 0.0, 1.0)
@@ -83,6 +84,12 @@ def option(draw: random.Random, call: calls.Call, p: inspect.Parameter):
     return p.default
 
 
+def placed(value):
+    if isinstance(value, (tuple, list)):
+        return type(value)(placed(one) for one in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 def laid_out(draw, value):
     if isinstance(value, (tuple, list)):
         return type(value)(laid_out(draw, one) for one in value)
@@ -106,7 +113,7 @@ def results(function, arguments: dict) -> tuple[list, list] | str:
     roots = [y for y in found if y.requires_grad]
     if not roots:
         return found, []
-    slopes = [torch.linspace(-0.5, 1.0, y.numel()).to(y.dtype).view(y.shape) for y in roots]
+    slopes = [torch.linspace(-0.5, 1.0, y.numel(), device=y.device).to(y.dtype).view(y.shape) for y in roots]
     wanted = [t for t in tensors if t.requires_grad]
     return found, list(torch.autograd.grad(roots, wanted, slopes, allow_unused=True))
 
@@ -115,11 +122,13 @@ def fuzz_options(name: str, seed: int) -> None:
     draw, call = random.Random(f"options {name} {seed}"), CALLS[name]
     torch.manual_seed(seed)
     good, parameters = call.draw(), inspect.signature(call.function).parameters
-    free = [p for key, p in parameters.items() if p.default is not p.empty and key not in NOT_DRAWN]
+    # On CUDA a wrong number of rows is NaN, or not looked at.
+    skipped = NOT_DRAWN | ({"valid_rows"} if device == "cuda" else set())
+    free = [p for key, p in parameters.items() if p.default is not p.empty and key not in skipped]
     free = [p for p in free if not isinstance(good.get(p.name), (torch.Tensor, tuple, list))]
     for p in draw.sample(free, min(len(free), draw.randrange(4))):
         good[p.name] = option(draw, call, p)
-    good = {key: laid_out(draw, value) for key, value in good.items()}
+    good = {key: laid_out(draw, placed(value)) for key, value in good.items()}
     trained = [key for key in TRAINED if isinstance(good.get(key), torch.Tensor) and draw.random() < 0.8]
     trained = [key for key in trained if key != "weight" or not CONSTANT_WEIGHT & good.keys()]
     found = []
@@ -183,6 +192,8 @@ def round_of(kind: str, name: str, seed: int) -> str:
     """The problem that a round found, or nothing."""
     try:
         KINDS[kind][0](name, seed)
+        if device == "cuda":
+            torch.cuda.synchronize()
     except Exception as error:  # an assertion of the rule, or whatever a call raised
         where = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error}".split("\n")[0][:400]
@@ -190,7 +201,18 @@ def round_of(kind: str, name: str, seed: int) -> str:
     return ""
 
 
+def device_is_lost() -> bool:
+    """Whether every call on the GPU fails from now on, as after an access out of bounds."""
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def main() -> int:
+    global device
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -202,8 +224,10 @@ def main() -> int:
         "--only", default="", help="a part of the kind and the function, such as 'case rms_norm'"
     )
     parser.add_argument("--rounds", type=int, default=None, help="in the place of seconds: always the same")
+    parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
     parser.add_argument("--again", default="", help="one round by its name: 'case rms_norm 17'")
     options = parser.parse_args()
+    device = options.device
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
@@ -231,6 +255,9 @@ def main() -> int:
         if problem := round_of(kind, name, seed):
             failed.append(f"{kind} {name} {seed}")
             print(f"{failed[-1]}: {problem}", flush=True)
+            if device_is_lost():
+                print("the device is lost: no other round can run")
+                break
     drawn = ", ".join(f"{n} of {kind}" for kind, n in counts.items())
     print(f"seed {first}: {drawn}; {len(failed)} found something")
     return int(bool(failed))

@@ -5,6 +5,7 @@ import torch
 from checks import same_bits
 
 import tigon
+from tigon.ops import arguments, embedding
 
 TABLE = torch.randn(9, 16)
 IDS = torch.tensor([1, 4, 8])
@@ -71,3 +72,13 @@ def test_only_ids_are_kept(device):
         weight.zero_()  # nobody saved it
     y.sum().backward()
     assert weight.grad.sum() == 16
+
+
+def test_plain_formula_of_ids_of_no_row(monkeypatch):
+    """On a GPU, where nothing refuses them: NaN, and no gradient."""
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    monkeypatch.setattr(arguments, "refuses_labels", lambda _: False)
+    y = embedding.reference(torch.tensor([4, 5, 0, -1]), weight)
+    assert torch.equal(y.isnan().all(-1), torch.tensor([False, True, False, True]))
+    (gradient,) = torch.autograd.grad(y.sum(), weight)
+    assert torch.equal(gradient[:, 0], torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.float64))

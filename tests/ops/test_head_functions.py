@@ -15,7 +15,10 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from cases.case import Inputs
 from cases.heads import as_tigon
+from tigon.ops import arguments, cross_entropy
+from tigon.ops.loss_head import linear_log_prob
 from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS
+from tigon.ops.loss_head.reference import reference as linear_ce_reference
 
 
 def spread(y):
@@ -280,3 +283,34 @@ def test_modules(call):
     assert "temperature=0.8" in repr(made)
     with pytest.raises(TypeError):
         module(warmth=0.5)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), (2, 6, 3)], ids=["one label", "several"])
+def test_plain_formulas_of_labels_of_no_class(monkeypatch, shape):
+    """On a GPU, where nothing refuses them, PyTorch's kernels never see them: NaN for these rows alone."""
+    hidden, weight, _ = drawn(torch.float64)
+    target = torch.arange(torch.Size(shape).numel()).view(shape) % 16
+    wrong = target.clone()
+    wrong[0, 2], wrong[1, 3] = 16, -7
+    wrong[0, 1] = target[0, 1] = -100
+    monkeypatch.setattr(arguments, "refuses_labels", lambda _: False)
+
+    broken = torch.zeros(2, 6, dtype=torch.bool)
+    broken[0, 2] = broken[1, 3] = True
+
+    def rows_of(labels):
+        found = [linear_log_prob.reference(hidden, weight, labels)]
+        if labels.dim() == 2:
+            logits = hidden @ weight.T
+            outputs = ("loss", "log_prob")
+            found += linear_ce_reference(hidden, weight, labels, reduction="none", outputs=outputs)[:1]
+            log_prob = linear_ce_reference(hidden, weight, labels, outputs=outputs).log_prob
+            assert torch.equal(log_prob.isnan(), broken & (labels != target))
+            found += [cross_entropy.reference(logits, labels, reduction="none", z_loss=0.1)]
+        return found
+
+    for got, want in zip(rows_of(wrong), rows_of(target), strict=True):
+        rows = got.view(2, 6, -1)
+        assert rows[broken].isnan().all() and same_bits(rows[~broken], want.view(2, 6, -1)[~broken])
+        (gradient,) = torch.autograd.grad(got.sum(), hidden, retain_graph=True)
+        assert torch.equal(gradient.isnan().all(-1), broken)

@@ -180,7 +180,7 @@ def test_columns_beside_dlogits_stay(dtype, device):
     dlogits = whole[:, :100].copy_(torch.randn(48, 100))
     hidden, weight = torch.randn(48, 64).to(whole), torch.randn(100, 64).to(whole)
     before, dhidden = whole.clone(), torch.empty_like(hidden)
-    rest = (None, None, None, True, False, None, None, 1.0, None, None)
+    rest = (None, None, None, True, False, False, None, None, 1.0, None, None)
     torch.ops.tigon.loss_head_gradients(dlogits, hidden, weight, dhidden, *rest)
     assert torch.equal(whole, before)
     torch.testing.assert_close(dhidden, dlogits @ weight, rtol=2e-2, atol=0.2)

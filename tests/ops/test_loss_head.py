@@ -345,7 +345,7 @@ def test_orders_of_arguments_are_those_of_the_schemas():
         after = _schema(name)[0][operands.HEAD_ARGUMENTS :]
         assert after[-len(fields) - 1 :][: len(fields)] == fields or after[-len(fields) :] == fields, name
     last = ["dlogits", "hidden", "weight", *("dhidden", "dweight", "dbias", "factor", "first", "add_dweight")]
-    last += ["lora_a", "lora_b", "lora_scale", "dlora_a", "dlora_b"]
+    last += ["padded", "lora_a", "lora_b", "lora_scale", "dlora_a", "dlora_b"]
     assert _schema("loss_head_gradients")[0] == last
     shard = ["logits", "target", "bias", "class_weight", "ignore_index"]
     shard += ["label_smoothing", "softcap", "z_loss", "first_class", "classes", "logit_scale", "temperature"]

@@ -290,6 +290,25 @@ def readable(t: torch.Tensor) -> bool:
     return not (is_traced(t) or is_transformed()) and t.device.type == "cpu"
 
 
+def refuses_labels(t: torch.Tensor) -> bool:
+    """Whether a label of no class is an error: on the CPU. Elsewhere its results are NaN: nothing waits."""
+    return t.device.type == "cpu"
+
+
+def known_labels(
+    labels: torch.Tensor, ignore_index: int, classes: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Labels without those of no class, for PyTorch's functions, and a factor of the results or None.
+
+    The factor is NaN for a label of no class. PyTorch's kernels abort on one, and the device is lost.
+    """
+    if refuses_labels(labels):
+        return labels, None
+    unknown = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
+    factor = torch.ones((), device=labels.device).masked_fill(unknown, torch.nan)
+    return labels.masked_fill(unknown, 0), factor
+
+
 def is_traced(t: torch.Tensor) -> bool:
     """Whether a tensor has no numbers, because a compiler or a planner traces shapes."""
     return torch.compiler.is_compiling() or isinstance(t, torch._subclasses.FakeTensor)

@@ -38,11 +38,12 @@ def reference(
     z = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    y = target.reshape(-1).long()
+    y, factor = arguments.known_labels(target.reshape(-1).long(), ignore_index, z.shape[-1])
     weight = None if weight is None else weight.to(z.dtype)
     rows = F.cross_entropy(
         z, y, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
     )
+    rows = rows if factor is None else rows * factor
     valid = y != ignore_index
     if z_loss:
         rows = rows + torch.where(valid, z_loss * torch.logsumexp(z, -1).square(), 0.0)

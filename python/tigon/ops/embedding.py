@@ -7,14 +7,24 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, check_integers, check_numbers, check_range
+from tigon.ops.arguments import (
+    check_float,
+    check_indices,
+    check_integers,
+    check_numbers,
+    check_range,
+    known_labels,
+)
 
 _OP = "embedding"
 
 
 def reference(ids, weight, *, padding_idx=None, scale=1.0):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    ids, factor = known_labels(ids, 0, weight.shape[0])
     rows = F.embedding(ids, weight, padding_idx)
+    if factor is not None:
+        rows = torch.where(factor.isnan().unsqueeze(-1), torch.nan, rows)  # weight gets no gradient from them
     if scale == 1.0:
         return rows
     return (rows.to(torch.promote_types(rows.dtype, torch.float32)) * scale).to(rows.dtype)

@@ -37,6 +37,7 @@ from tigon.ops.loss_head.autograd import scale_gradients
 from tigon.ops.loss_head.driver import Chunk, Gradients, Part, RowPass
 from tigon.ops.loss_head.matmuls import compute_gradients, compute_logits
 from tigon.ops.loss_head.operands import HIDDEN, NEEDS, WEIGHT
+from tigon.ops.loss_head.plan import padded
 from tigon.parallel.collectives import Work
 from tigon.parallel.plan import divide
 from tigon.parallel.rows import IGNORED, NUMBERS, LabelSets, Rows, total
@@ -108,7 +109,7 @@ class ShardPass(RowPass):
                 whole = own.new_empty(self.sp_size * (part.end - part.begin), own.shape[1])
         if self.vocab:
             like = whole if hidden is None else hidden  # only its shape is used then
-            sums = {"factor": factor, "first": self.first_part, "lora": self.lora}
+            sums = {"factor": factor, "first": self.first_part, "padded": True, "lora": self.lora}
             compute_gradients(dlogits, like, self.weight, dhidden=whole, dlora_a=dlora_a, **sums)
         elif whole is not None:
             whole.zero_()
@@ -129,7 +130,7 @@ class ShardPass(RowPass):
         own = {name: g[: self.vocab] for name, g in own.items() if g is not None}
         if self.vocab and own:
             sums = {"factor": factor, "first": self.first, "add_dweight": added, "lora": self.lora}
-            compute_gradients(dlogits, hidden, self.weight, **own, **sums)
+            compute_gradients(dlogits, hidden, self.weight, padded=True, **own, **sums)
         self.first = False
 
     def select(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
@@ -322,7 +323,8 @@ class BackwardPass(ShardPass):
         ignored = call.target.flatten() == self.shard.formula.ignore_index
         self.upstream = torch.where(ignored, 0.0, upstream).contiguous()
         self.log_mass, self.entropy, self.entropy_upstream = log_mass, entropy, entropy_upstream
-        self.kept, self.gathers = kept, kept is None or call.needs & ~HIDDEN != 0
+        self.kept = None if kept is None else kept[:, : self.vocab]
+        self.gathers = kept is None or call.needs & ~HIDDEN != 0
         # Whether factors of rows are applied after the matmuls.
         self.late = kept is not None or (
             is_deterministic() and entropy_upstream is None and call.labels is None
@@ -396,7 +398,11 @@ class Function(torch.autograd.Function):
         log_mass = numbers[NUMBERS.index("log_mass")].clone()
         result = numbers[call.result].clone() if results.log_probs is None else results.log_probs
         label = None if results.top is None else numbers[NUMBERS.index("log_prob")].clone()
-        kept = (results.kept, results.kept_factor)
+        kept = results.kept
+        if kept is not None:  # with what follows each row, so that a hook of saved tensors keeps that too
+            width = padded(kept.shape[1])
+            kept = kept.as_strided((kept.shape[0], width), (width, 1))
+        kept = (kept, results.kept_factor)
         ctx.save_for_backward(hidden, *parameters, log_mass, entropy, *kept, results.top, label)
         return result, entropy, numbers, results.predicted
 

@@ -208,7 +208,8 @@ class Chunks {
     chunk_ = loss_head_chunk(a_.head, run_.rows, workspace_, s.begin, s.count);
     if (s.begin >= run_.kept) return parts();
     const Matrix kept = rows_from(a_.kept.dlogits, s.begin, s.count);
-    if (a_.kept.holds != Holds::logits || a_.kept.overwrite) chunk_.logits = kept, chunk_.padded = false;
+    if (a_.kept.holds != Holds::logits || a_.kept.overwrite)
+      chunk_.logits = kept, chunk_.padded = a_.kept.padded;
     if (a_.kept.holds == Holds::logits) pass_.rows(run_, {s.begin, s.count, kept, chunk_.logits});
     if (a_.kept.holds == Holds::nothing) parts();
   }
@@ -342,8 +343,10 @@ void loss_head_run(Context& ctx, const LossHead& given, RowPass& pass) {
   LossHeadRun run = {.ctx = ctx, .a = a, .by_classes = a.head.by_classes && a.head.dweight.data};
   const Matrix dweight = run.by_classes ? std::exchange(a.head.dweight, {}) : Matrix{};
   const int64_t kept = std::min(a.head.kept_rows, a.head.hidden.rows), v = a.head.weight.rows;
-  if (run.by_classes && kept > 0 && !a.groups)
+  if (run.by_classes && kept > 0 && !a.groups) {
     a.kept.dlogits = loss_head_matrix(ctx, kept, v, loss_head_logit_stride(v), a.head.hidden.dtype);
+    loss_head_pad(ctx, a.kept.dlogits), a.kept.padded = true;
+  }
   plan(run, pass);
   pass.begin(run);
   make_scale(ctx, a);

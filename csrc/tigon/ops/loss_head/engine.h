@@ -51,6 +51,7 @@ struct LossHeadKept {
   Matrix dlogits;  // empty if no row is kept
   Holds holds = Holds::nothing;
   bool overwrite = false;  // kept logits become their gradients in place
+  bool padded = false;     // as in LossHeadChunk
 };
 
 // Describes rows of which some depend on each other: row = answer * tokens + token.

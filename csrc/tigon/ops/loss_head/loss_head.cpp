@@ -42,16 +42,15 @@ void fill_zero(Context& ctx, const Matrix& m) {
   if (m.data && m.rows * m.cols > 0) TIGON_BACKEND(loss_head_zero(ctx, m));
 }
 
-// Writes zeros after each row of logits in our own memory, for the GEMMs on the CPU.
-void pad_rows(Context& ctx, const Matrix& logits) {
+}  // namespace
+
+void loss_head_pad(Context& ctx, const Matrix& logits) {
   if (ctx.device() != Device::cpu) return;
   Matrix room = logits;
   room.data = static_cast<char*>(logits.data) + logits.cols * int64_t(size_of(logits.dtype));
   room.cols = logits.stride - logits.cols;
   fill_zero(ctx, room);
 }
-
-}  // namespace
 
 void loss_head_check(const LinearHead& a) {
   int64_t rows = a.hidden.rows, h = a.hidden.cols, v = a.weight.rows;
@@ -187,7 +186,7 @@ LossHeadWorkspace loss_head_workspace(Context& ctx, const LinearHead& a, const L
   if (m.logits) {
     int64_t rows_of_logits = m.logits_rows > 0 ? m.logits_rows : m.chunk;
     w.logits = loss_head_matrix(ctx, rows_of_logits, v, loss_head_logit_stride(v), dtype);
-    pad_rows(ctx, w.logits);
+    loss_head_pad(ctx, w.logits);
   }
   int64_t rows_of_part = m.f32_rows;
   if (rows_of_part == 0 && a.wide_logits && dtype != DType::f32)

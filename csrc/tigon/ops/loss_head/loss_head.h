@@ -219,6 +219,9 @@ TIGON_API void loss_head_gradients(Context& ctx, const LinearHead& a, LossHeadCh
 // gradients, so deterministic contexts do not use it.
 bool loss_head_statistics(Context& ctx, const LinearHead& a, const LossHeadRows& rows, const LogitFormula& f,
                           const Matrix& parts);
+// Writes zeros after each row of logits in the head's own memory, for the GEMMs on the CPU
+// (LossHeadChunk::padded).
+void loss_head_pad(Context& ctx, const Matrix& logits);
 // Writes zeros where no GEMM will write: to dhidden of listed rows, and to every gradient if no row is left.
 TIGON_API void loss_head_clear(Context& ctx, const LinearHead& a, const LossHeadRows& rows);
 

@@ -12,6 +12,7 @@ struct ChunkGemms {
   LinearHead head = {.op = "linear_cross_entropy"};
   Matrix logits;
   LossHeadPass pass;
+  bool padded = false;  // as LossHeadChunk::padded, of dlogits
 
   void fields(Fields& f) {
     f.padded_rows(backward ? "dlogits" : "logits", logits, !backward);
@@ -19,7 +20,7 @@ struct ChunkGemms {
     if (backward) {
       f.updated("dhidden", head.dhidden), f.updated("dweight", head.dweight), f.updated("dbias", head.dbias);
       f.optional("factor", pass.factor), f.option("first", pass.first),
-          f.option("add_dweight", head.add_dweight);
+          f.option("add_dweight", head.add_dweight), f.option("padded", padded);
     }
     f.optional("lora_a", head.lora_a), f.optional("lora_b", head.lora_b),
         f.option("lora_scale", head.lora_scale);
@@ -32,7 +33,7 @@ struct ChunkGemms {
     LossHeadWorkspace workspace = loss_head_workspace(
         ctx, p.head, all, {.chunk = all.count, .logits = false, .factored = bool(p.pass.factor)});
     LossHeadChunk c = loss_head_chunk(p.head, all, workspace, 0, all.count);
-    c.logits = p.logits;
+    c.logits = p.logits, c.padded = p.padded;
     backward ? loss_head_gradients(ctx, p.head, c, p.pass) : loss_head_logits(ctx, p.head, c);
   }
 };

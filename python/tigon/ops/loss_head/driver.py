@@ -49,8 +49,10 @@ class RowPass:
         self.hidden, self.vocab, self.chunks = hidden, vocab, chunks
 
     def space(self, rows: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return memory for the logits of so many rows, or for one value for each."""
+        """Return memory for the logits of so many rows; on the CPU zeros follow each of them."""
         memory = self.hidden.new_empty(rows, padded(self.vocab), dtype=dtype or self.hidden.dtype)
+        if memory.device.type == "cpu":
+            memory[:, self.vocab :] = 0.0
         return memory[:, : self.vocab]
 
     def states(self) -> Iterator[tuple[Chunk, Part, torch.Tensor | None]]:

@@ -10,7 +10,7 @@ import torch
 from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
-from tigon.ops.arguments import called, check_booleans, check_float, check_indices, check_range
+from tigon.ops.arguments import called, check_booleans, check_float, check_indices, check_range, known_labels
 from tigon.ops.loss_head import autograd, operands
 from tigon.ops.loss_head.labels import check_valid_rows, labels_of, shifted
 from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
@@ -27,8 +27,10 @@ def reference(hidden, weight, target, *, entropy=False, **options):
     head = HeadOptions.of(options)
     log_p = torch.log_softmax(plain_logits(hidden, weight, head), -1)
     labels = target if has_several_labels(hidden, target) else target.unsqueeze(-1)
+    labels, factor = known_labels(labels.long(), head.ignore_index, log_p.shape[-1])
     counts = labels != head.ignore_index
-    picked = torch.where(counts, log_p.gather(-1, torch.where(counts, labels, 0).long()), 0.0)
+    picked = log_p.gather(-1, torch.where(counts, labels, 0))
+    picked = torch.where(counts, picked if factor is None else picked * factor, 0.0)
     picked = picked.view(target.shape)
     if not entropy:
         return picked

@@ -280,7 +280,7 @@ class _UserPass(RowPass):
         rows = self._passed(logits, self.labels[chunk.at])
         row_gradient.named(**rows, dlogits=dlogits, scale=upstream, entropy_scale=entropy_upstream)
         sums = {"dweight": gradients.dweight, "dbias": gradients.dbias, "first": chunk.begin == 0}
-        compute_gradients(dlogits, hidden, self.operands.weight, dhidden=dhidden, **sums)
+        compute_gradients(dlogits, hidden, self.operands.weight, dhidden=dhidden, padded=True, **sums)
         if dhidden is not None and listed:
             gradients.dhidden[self.index[chunk.at]] = dhidden
 

@@ -37,6 +37,7 @@ def compute_gradients(
     factor=None,
     first=True,
     add_dweight=False,
+    padded=False,
     lora=_NO_LORA,
     dlora_a=None,
     dlora_b=None,
@@ -46,6 +47,8 @@ def compute_gradients(
     Args:
         hidden: only its shape is used if no gradient of a parameter is given.
         add_dweight: the first call adds to dweight too.
+        padded: whether zeros follow each row of dlogits, as in memory of :meth:`RowPass.space`. On a CPU with
+            AMX other rows are copied.
     """
-    outputs = dhidden, dweight, dbias, factor, first, add_dweight
+    outputs = dhidden, dweight, dbias, factor, first, add_dweight, padded
     _gradients(dlogits, hidden, weight, *outputs, *lora, dlora_a, dlora_b)

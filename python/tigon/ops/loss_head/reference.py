@@ -7,6 +7,7 @@ from collections import namedtuple
 import torch
 import torch.nn.functional as F
 
+from tigon.ops import arguments
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.loss_head.labels import shifted
 from tigon.ops.loss_head.options import HeadOptions
@@ -63,14 +64,16 @@ def plain_logits(hidden, weight, head):
 
 
 def _plain_outputs(loss, z, target, token_weight, outputs, options):
+    target, factor = arguments.known_labels(target, options["ignore_index"], z.shape[-1])
     counts = target != options["ignore_index"]
     log_p = torch.log_softmax(z, -1)
     lse = torch.logsumexp(z, -1)
     z_term = options["z_loss"] * lse.square() * (1.0 if token_weight is None else token_weight)
     predicted = torch.where(counts, z.argmax(-1), -1)
+    picked = log_p.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
     numbers = {
         "z_loss": z_term,
-        "log_prob": log_p.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1),
+        "log_prob": picked if factor is None else picked * factor,
         "lse": lse,
         "entropy": -(log_p.exp() * log_p).nan_to_num(nan=0.0).sum(-1),
     }
