@@ -1,6 +1,7 @@
 // The CUDA backend of cross_entropy moves 2b bytes per element with the gradient, and b without (b = element
 // size). An element takes about 14 instructions with the gradient, two of them ex2, of 31 while memory-bound.
-// There are two variants:
+// There are three variants:
+//   known      takes gradients of a shard whose statistics are known: cross_entropy_known_cuda.cu.
 //   plain      takes rows without options: cross_entropy_plain_cuda.cu.
 //   looped     takes all others, and the longest: two passes by one CTA, the second from L2 if the rows in
 //              flight fit there.
