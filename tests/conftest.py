@@ -37,14 +37,14 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="every case of every test, and tests marked slow")
 
 
-def deselect_cases(config, items):
-    """Leave every test some of its cases, the same ones in each run, drawn at random.
+def left_out(config, items) -> set:
+    """The items that a run leaves out: every test keeps some cases, drawn at random, the same in each run.
 
     A run that names tests, or takes --all, has all of their cases.
     """
     named = config.args_source is config.ArgsSource.ARGS or config.option.keyword or config.option.markexpr
     if named or config.getoption("--all"):
-        return
+        return set()
     cases = collections.defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
@@ -53,8 +53,7 @@ def deselect_cases(config, items):
         count = max(FEWEST_CASES, len(of_test) // 8)
         if count < len(of_test):
             left.update(set(of_test) - set(random.Random(name).sample(of_test, count)))
-    config.hook.pytest_deselected(items=list(left))
-    items[:] = [item for item in items if item not in left]
+    return left
 
 
 @pytest.hookimpl(trylast=True)  # after -k
@@ -63,7 +62,6 @@ def pytest_collection_modifyitems(config, items):
 
     Of the cases of one test one is skipped for all, and says how many they are.
     """
-    deselect_cases(config, items)
     skips = {}
     if not torch.cuda.is_available():
         skips["gpu"] = "needs an NVIDIA GPU: torch sees no CUDA device"
@@ -80,7 +78,9 @@ def pytest_collection_modifyitems(config, items):
     for item, key, reasons in kept:
         for reason in reasons:
             item.add_marker(pytest.mark.skip(reason=reason + f" ({cases[key]} cases)" * (cases[key] > 1)))
-    items[:] = [item for item, *_ in kept]
+    left = left_out(config, [item for item, _, reasons in kept if not reasons])
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item, *_ in kept if item not in left]
 
 
 def pytest_collection_finish(session):

@@ -113,14 +113,9 @@ def peak_on_the_cpu(step, leaves):
     events = prof.profiler.kineto_results.events()
     matmuls = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
     assert matmuls
-    now, peak, inside = 0, 0, []  # what matmuls hold; a clock may place the end of it behind the matmul
+    now = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        nbytes = event.nbytes()
-        if -nbytes in inside:
-            inside.remove(-nbytes)
-        elif nbytes > 0 and any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in matmuls):
-            inside.append(nbytes)
-        else:
-            peak = max(peak, now + sum(inside), now + sum(inside) + nbytes)
-            now += nbytes
+        before, now = now, now + event.nbytes()
+        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in matmuls):
+            peak = max(peak, before, now)
     return peak

@@ -78,7 +78,7 @@ __global__ __launch_bounds__(kThreads,
 
 template <class T>
 void cross_entropy_known(Context& ctx, CrossEntropyParams<T> p) {
-  const int64_t vecs = std::max<int64_t>(ceil_div(p.cols, AlignedRow<T>::N), 1);
+  const int64_t vecs = ceil_div(p.cols, AlignedRow<T>::N);
   const int64_t tiles = ceil_div(vecs, kThreads * kVecsPerThread);
   p.slice = int(ceil_div(ceil_div(vecs, tiles), 32) * 32);
   const int64_t blocks = std::min<int64_t>(p.rows * tiles, INT32_MAX);
