@@ -4,9 +4,11 @@ from itertools import accumulate
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from checks import check_close, same_bits
 
+import tigon
 from conftest import poisoned
 from tigon.ops.agreement import Shards
 from tigon.parallel.rows import NUMBERS, LabelFormula, make_rows
@@ -208,3 +210,24 @@ def test_labels_of_no_class(device):
             assert torch.equal(numbers[0].isnan(), broken) and torch.equal(numbers[2].isnan(), broken)
             assert torch.equal(gradient.isnan().all(1), broken)
             assert torch.equal(gradient.isnan().any(1), broken)
+
+
+def test_losses_of_rows_change_in_place():
+    """As those of `tigon.cross_entropy` do, and the gradient is that of the changed losses."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        logits, target = torch.randn(5, 11), torch.tensor([3, -100, 0, 10, 7])
+        found = []
+        for fn in (
+            tigon.cross_entropy,
+            lambda x, y, **options: tigon.parallel.cross_entropy(x, y, dist.group.WORLD, vocab=11, **options),
+        ):
+            leaf = logits.clone().requires_grad_()
+            loss = fn(leaf, target, reduction="none")
+            loss.mul_(2.0)
+            loss.sum().backward()
+            found.append((loss.detach(), leaf.grad))
+        for ours, whole in zip(*reversed(found), strict=True):
+            torch.testing.assert_close(ours, whole)
+    finally:
+        dist.destroy_process_group()

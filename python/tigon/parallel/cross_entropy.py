@@ -62,7 +62,7 @@ class _Function(torch.autograd.Function):
         ctx.rows, ctx.scalar = rows, scale is not None
         if not ctx.scalar:
             ctx.save_for_backward(logits, own, numbers, target)
-            return numbers[0]
+            return numbers[0].clone()  # a caller may change it in place
         if ctx.needs_input_grad[3]:
             ctx.save_for_backward(_gradient(rows, logits, own, numbers, target, scale))
         return total(numbers[0], scale)
