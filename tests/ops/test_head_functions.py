@@ -285,28 +285,30 @@ def test_modules(call):
         module(warmth=0.5)
 
 
+@pytest.mark.parametrize("ignore_index", [-100, 0])
 @pytest.mark.parametrize("shape", [(2, 6), (2, 6, 3)], ids=["one label", "several"])
-def test_plain_formulas_of_labels_of_no_class(monkeypatch, shape):
+def test_plain_formulas_of_labels_of_no_class(monkeypatch, shape, ignore_index):
     """On a GPU, where nothing refuses them, PyTorch's kernels never see them: NaN for these rows alone."""
     hidden, weight, _ = drawn(torch.float64)
-    target = torch.arange(torch.Size(shape).numel()).view(shape) % 16
+    target = torch.arange(torch.Size(shape).numel()).view(shape) % 15 + 1
     wrong = target.clone()
-    wrong[0, 2], wrong[1, 3] = 16, -7
-    wrong[0, 1] = target[0, 1] = -100
+    wrong[0, 2], wrong[1, 3] = 16, -100 if ignore_index == 0 else -7
+    wrong[0, 1] = target[0, 1] = ignore_index
+    options = {"ignore_index": ignore_index}
     monkeypatch.setattr(arguments, "refuses_labels", lambda _: False)
 
     broken = torch.zeros(2, 6, dtype=torch.bool)
     broken[0, 2] = broken[1, 3] = True
 
     def rows_of(labels):
-        found = [linear_log_prob.reference(hidden, weight, labels)]
+        found = [linear_log_prob.reference(hidden, weight, labels, **options)]
         if labels.dim() == 2:
             logits = hidden @ weight.T
-            outputs = ("loss", "log_prob")
-            found += linear_ce_reference(hidden, weight, labels, reduction="none", outputs=outputs)[:1]
-            log_prob = linear_ce_reference(hidden, weight, labels, outputs=outputs).log_prob
+            of_rows = options | {"outputs": ("loss", "log_prob")}
+            found += linear_ce_reference(hidden, weight, labels, reduction="none", **of_rows)[:1]
+            log_prob = linear_ce_reference(hidden, weight, labels, **of_rows).log_prob
             assert torch.equal(log_prob.isnan(), broken & (labels != target))
-            found += [cross_entropy.reference(logits, labels, reduction="none", z_loss=0.1)]
+            found += [cross_entropy.reference(logits, labels, reduction="none", z_loss=0.1, **options)]
         return found
 
     for got, want in zip(rows_of(wrong), rows_of(target), strict=True):

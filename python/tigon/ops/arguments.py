@@ -301,12 +301,13 @@ def known_labels(
     """Labels without those of no class, for PyTorch's functions, and a factor of the results or None.
 
     The factor is NaN for a label of no class. PyTorch's kernels abort on one, and the device is lost.
+    It becomes a class that counts, so that the factor reaches the row's gradients.
     """
     if refuses_labels(labels):
         return labels, None
     unknown = (labels != ignore_index) & ((labels < 0) | (labels >= classes))
     factor = torch.ones((), device=labels.device).masked_fill(unknown, torch.nan)
-    return labels.masked_fill(unknown, 0), factor
+    return labels.masked_fill(unknown, min(int(ignore_index == 0), classes - 1)), factor
 
 
 def is_traced(t: torch.Tensor) -> bool:
