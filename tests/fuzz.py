@@ -1,12 +1,13 @@
 """Random calls of every public function, for as long as it is given: ``make fuzz ARGS="--seconds 60"``.
 
-Three kinds of rounds, each named by its kind, function and seed, which ``--again`` runs once more:
+Four kinds of rounds, each named by its kind, function and seed, which ``--again`` runs once more:
 
 * ``case``: sizes, layouts, dtypes and options of tests/ops/test_random_cases.py, by the rule of
   tests/ops/checks.py: twice the error of plain PyTorch against float64, nothing modified, the same bits.
 * ``options``: a good call of tests/ops/calls.py with options drawn by their kinds, beside itself in float64,
   which runs the plain formula: both are refused, or both are near, their gradients too.
 * ``wrong``: the same with arguments that are none: tigon.Error in the function's words, nothing modified.
+* ``model``: a life of a patched model of transformers beside its stock twin (fuzz_models.py), on the CPU.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import test_wrong_calls as wrong_calls
 import torch
 from checks import check_case, same_bits
 
+import fuzz_models
 import tigon
 from cases import modules
 from cases.case import Case, lay_out
@@ -185,6 +187,7 @@ KINDS = {
     "case": (fuzz_case, list(MODULES)),
     "options": (fuzz_options, [name for name in CALLS if name not in NOT_BESIDE_FLOAT64]),
     "wrong": (fuzz_wrong, list(CALLS)),
+    "model": (fuzz_models.fuzz_model, fuzz_models.NAMES),
 }
 
 
@@ -245,7 +248,12 @@ def main() -> int:
         if options.only in f"{kind} {name}"
     ]
     counts, failed = collections.Counter(), []
-    weights = {"case": 1.0, "options": 1.0, "wrong": 4.0}  # the last are quick
+    weights = {
+        "case": 1.0,
+        "options": 1.0,
+        "wrong": 4.0,
+        "model": 0.02,
+    }  # wrong calls are quick, lives are not
     rounds = options.rounds
     while pool and (time.monotonic() < end if rounds is None else counts.total() < rounds):
         kind = draw.choices(list(KINDS), [weights[k] * any(k == p[0] for p in pool) for k in KINDS])[0]

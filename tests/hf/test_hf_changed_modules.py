@@ -5,8 +5,10 @@ sort, another class or other parameters, before `apply` and after it.
 """
 
 import contextlib
+import copy
 import functools
 import importlib
+import io
 import re
 from collections import Counter
 from types import MethodType
@@ -20,12 +22,13 @@ from tiny_config import tiny_config
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import tigon
 import tigon.transformers
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers.canonical import canonical
+from tigon.integrations.transformers.forward import bound
 
 peft = pytest.importorskip("peft")
 
@@ -247,6 +250,101 @@ def test_every_module_is_asked(name):
     assert not wrong, "\n".join(map(str, wrong))
     seen = [differs(wanted[case], plain) is not None for case in cases]
     assert sum(seen) > 0.6 * len(seen), f"{sum(seen)} of {len(seen)} cases change a step"
+
+
+class Larger(LlamaMLP):
+    """As quantisation converts a module in place; pickle finds it by its name."""
+
+    def forward(self, x):
+        return super().forward(x) * 1.25
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["change, copy", "copy, change"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_knows_what_was_replaced(copied, before):
+    """A class that changes before a copy or in it is the model's own all the same."""
+    model, inputs = make("llama"), batch()
+    plain = step(model, inputs)
+    apply(model)
+    if before:
+        model = copied(model)
+    model.model.layers[0].mlp.__class__ = Larger
+    model.model.layers[0].input_layernorm.register_forward_hook(twice)
+    if not before:
+        model = copied(model)
+    got = step(model, inputs)
+    undo(model)
+    assert differs(got, step(model, inputs)) is None and differs(got, plain) is not None
+
+
+def twice(module, args, y):
+    return y * 2
+
+
+def test_a_parametrisation_that_comes_and_goes():
+    """Each makes another class, as PEFT does in each call for adapters of parameters."""
+    model, inputs = make("llama"), batch()
+    wanted = step(model, inputs)
+    apply(model)
+    norm = model.model.layers[0].input_layernorm
+    for _ in range(3):
+        nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
+        assert type(norm) is not LlamaRMSNorm and bound(norm).replaces_own()
+        loss = model(**inputs).loss.detach()
+        nn.utils.parametrize.remove_parametrizations(norm, "weight")
+        torch.testing.assert_close(loss, wanted[0])
+
+
+def adapt_router(model):
+    options = {"r": 2, "target_modules": ["gate"], "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+
+
+def wrap_adapter(model):
+    up = model.base_model.model.model.layers[0].self_attn.v_proj.lora_B
+    up["default"] = nn.Sequential(up["default"])
+    return model
+
+
+@pytest.mark.parametrize(
+    "path", ["lm_head", "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"]
+)
+def test_a_base_that_gets_a_wrapper(path):
+    """PEFT calls what is there; it may have no weight."""
+    model, inputs = make("lora"), batch()
+    stock = copy.deepcopy(model)
+    apply(model)
+    step(model, inputs)
+    for one in (model, stock):
+        adapter = one.base_model.model.get_submodule(path)
+        adapter.base_layer = nn.Sequential(adapter.base_layer)
+    assert differs(step(model, inputs), step(stock, inputs)) is None
+    assert differs(outcome(model.eval(), inputs), outcome(stock.eval(), inputs)) is None
+
+
+@pytest.mark.parametrize("name, change", [("mixtral eager", adapt_router), ("lora", wrap_adapter)])
+def test_a_change_between_checkpointed_steps(name, change):
+    """The step after it saves in its forward what it saves when it is computed again."""
+    model, inputs = make(name), batch()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    stock = copy.deepcopy(model)
+    apply(model)
+    for _ in range(2):
+        assert differs(step(model, inputs), step(stock, inputs)) is None
+    torch.manual_seed(1)
+    stock = change(stock)
+    torch.manual_seed(1)
+    model = change(model)
+    for _ in range(2):
+        assert differs(step(model, inputs), step(stock, inputs)) is None
 
 
 HEADS = {

@@ -42,6 +42,14 @@ def test_dora_of_magnitude_zero(dtype, device):
     torch.testing.assert_close(grads[1], grads[0], rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=0.1)
 
 
+def test_dora_of_a_head_in_float64(device):
+    stock = adapted_model(device, use_dora=True, target_modules=["q_proj", "lm_head"]).double()
+    model = copy.deepcopy(stock)
+    apply(model)
+    loss, gradients = step(model, batch(device))
+    same((loss.float(), gradients), step(stock, batch(device)))  # transformers' logits are of float32
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 def test_dora_of_a_weight_that_is_made(rows, device):
     """As of a quantised base: made once a direction, one alive at a time, with the bits of a plain weight."""

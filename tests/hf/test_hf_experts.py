@@ -202,11 +202,15 @@ def test_one_configuration_of_two_models():
     assert twin[0].config._experts_implementation == "grouped_mm"
 
 
-def test_what_the_op_does_not_take_goes_as_before(monkeypatch):
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again in a copy"])
+def test_what_the_op_does_not_take_goes_as_before(again):
     """float64 and autocast to another dtype."""
     stock = experts_of("qwen3_moe", "eager")
     patched, inputs = copy.deepcopy(stock), routed(torch.float32)
     apply(patched)
+    if again:
+        patched = copy.deepcopy(patched)
+        apply(patched)
     wanted, got = (
         [*step(m.double(), *(t.double() if t.is_floating_point() else t for t in inputs))]
         for m in (copy.deepcopy(stock), copy.deepcopy(patched))

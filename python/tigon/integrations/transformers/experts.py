@@ -237,6 +237,13 @@ def implementation(module: nn.Module) -> str:
     return getattr(module.config, "_experts_implementation", None) or "grouped_mm"
 
 
+def _previous(module: nn.Module) -> str:
+    """The name of the implementation that ran these experts before `tigon`, in copies too."""
+    layer = bound(module, LAYER)
+    known = None if layer is None else getattr(layer.spec, "before", layer.spec)
+    return known or _switched.get(id(module.config), "grouped_mm")
+
+
 def _plan_layer(module) -> tuple | None:
     """Plan the whole layer if the registry would run it by its default or by the loop of the class."""
     if not uses_registry(module) or implementation(module) not in ("eager", "grouped_mm", IMPLEMENTATION):
@@ -246,6 +253,7 @@ def _plan_layer(module) -> tuple | None:
     if GATE in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
     before = implementation(module)
+    before = _previous(module) if before == IMPLEMENTATION else before
     if before == "eager" and "float" in _note_loop(type(module)).__code__.co_names:
         return None  # its loop multiplies in float32
     match = Match(Structure("no gate", None, {}), {"act": "act_fn"})
@@ -261,7 +269,7 @@ def _plan_layer(module) -> tuple | None:
         fields["activation"] = "swiglu_clamped" if fields["activation"] == "silu" and clamped else None
     if fields["activation"] not in KINDS:
         return None
-    spec = ExpertsSpec(**fields, before="grouped_mm" if before == IMPLEMENTATION else before)
+    spec = ExpertsSpec(**fields, before=before)
     return layer_forward, module, LAYER, spec, f"tigon.experts ({match.structure.name})"
 
 

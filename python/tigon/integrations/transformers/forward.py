@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import sys
 import types
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ class Forward:
     """
 
     kind = None  # the class whose method was replaced; that and those it calls are kept too
+    seen = None  # the module's class at the last call that had those methods: of kind, or made of it
 
     def __init__(self, function, module: nn.Module, spec, name: str = "forward"):
         self.function = function
@@ -30,7 +33,7 @@ class Forward:
 
     def call(self, *args, **kwargs):
         kind = type(self.module)
-        same = kind is self.kind and not self.helpers and getattr(kind, self.name, None) is self.method
+        same = kind is self.seen and not self.helpers and getattr(kind, self.name, None) is self.method
         if same or self.replaces_own():
             return self.function(self.module, self.spec, *args, **kwargs)
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
@@ -38,27 +41,42 @@ class Forward:
     def replaces_own(self) -> bool:
         """Whether the class still has the replaced method and the methods that it calls."""
         kind = type(self.module)
-        if kind is not self.kind:
-            known = self.kind or kind
-            if not (_same_methods(kind, known) or _same_methods(known, kind)):  # made of it, or given back
+        if self.kind is None:
+            self._know(_origin(kind))
+        if kind is not self.seen:
+            if not (_same_methods(kind, self.kind) or _same_methods(self.kind, kind)):  # given back
                 return False
-            if self.kind is None:
-                self.method = getattr(kind, self.name, None)
-                self.helpers = _helpers(kind, self.method)
-            self.kind = kind
+            self.seen = kind
         return getattr(kind, self.name, None) is self.method and (not self.helpers or self._helped())
+
+    def _know(self, kind: type) -> None:
+        self.kind, self.method = kind, getattr(kind, self.name, None)
+        self.helpers = _helpers(kind, self.method)
 
     def _helped(self) -> bool:
         """Whether the class still has the methods that the replaced one calls."""
         if torch.compiler.is_compiling():
             return True
         own = self.module.__dict__
-        return all(name not in own and getattr(self.kind, name) is f for name, f in self.helpers)
+        return all(name not in own and getattr(self.seen, name) is f for name, f in self.helpers)
+
+    def __deepcopy__(self, memo):
+        """Keep what was found in the class: the copy's class may be another one than that by now."""
+        made = memo[id(self)] = object.__new__(type(self))
+        vars(made).update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
+        return made
 
     def __getstate__(self):
-        """Drop what was found in the class, so that copies look at their own class."""
-        seen = ("kind", "method", "helpers")
-        return {name: value for name, value in vars(self).items() if name not in seen}
+        """Keep the class if pickle finds it with the replaced method; else copies look at their own class."""
+        found = ("seen", "method", "helpers")
+        state = {name: value for name, value in vars(self).items() if name not in found}
+        same = self.kind and _is_named(self.kind) and getattr(self.kind, self.name, None) is self.method
+        return state | {"kind": self.kind if same else None}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        if self.kind is not None:
+            self._know(self.kind)
 
     def __repr__(self):
         return f"<tigon method of {type(self.module).__name__}>"
@@ -76,6 +94,17 @@ def _helpers(kind: type, method) -> tuple:
     names = getattr(getattr(inspect.unwrap(method), "__code__", None), "co_names", ()) if method else ()
     members = ((name, getattr(kind, name, None)) for name in names if name not in vars(nn.Module))
     return tuple((name, f) for name, f in members if isinstance(f, types.FunctionType))
+
+
+def _is_named(kind: type) -> bool:
+    """Whether the class's module has it under its name."""
+    return getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
+def _origin(kind: type) -> type:
+    """The class with these methods that a class was made of: parametrisations make another in each call."""
+    bases = (base for base in kind.__mro__ if issubclass(base, nn.Module))
+    return next((base for base in bases if _is_named(base) and _same_methods(kind, base)), kind)
 
 
 def _same_methods(kind: type, known: type) -> bool:

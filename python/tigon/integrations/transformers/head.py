@@ -143,6 +143,8 @@ def _why_computed(module, spec, use, hidden) -> str | None:
     own = bound(module)
     if own is None or not own.replaces_own():
         return "the head, or its class, has another forward than apply saw, which may change the logits"
+    if getattr(module, "weight", None) is None:
+        return "PEFT's layer of the head is around another module than a Linear"
     if vocabulary_sharded(module):
         if not plain(hidden) or torch.compiler.is_compiling():
             return "the hidden states are sharded, or torch.compile traces the tensor-parallel head"

@@ -120,14 +120,15 @@ def blocks(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def row_lengths(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Lengths of the rows of ``weight + scale * b @ a``, float32. The sum is not formed.
+    """Lengths of the rows of ``weight + scale * b @ a``, at least float32. The sum is not formed.
 
     Autograd treats them as constants, as in DoRA.
     """
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        a, b = a.float(), b.float()
-        lengths = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in blocks(weight)]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        a, b = a.to(dtype), b.to(dtype)
+        lengths = [torch.linalg.vector_norm(rows, dim=1, dtype=dtype) for rows in blocks(weight)]
         squares = torch.cat(lengths).square()
-        cross = ((weight @ a.to(weight.dtype).t()).float() * b).sum(1)
+        cross = ((weight @ a.to(weight.dtype).t()).to(dtype) * b).sum(1)
         own = ((b @ (a @ a.t())) * b).sum(1)
         return (squares + 2 * scale * cross + scale**2 * own).clamp(min=0).sqrt()

@@ -156,8 +156,11 @@ class Siblings:
             if computed is not None and computed[1] == state.versions() and state.equals(computed[0]):
                 return computed[2]
         self.forget()
-        # The others' kept states may be out of date: each layer checks when it is called.
-        if not (self.specs and self.specs[0] is spec and _same([s.state for s in self.specs], self.states)):
+        # The others' kept states may be out of date: each layer checks when it is called. A checkpoint counts
+        # what its two runs save, so there they are looked at now.
+        counted = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        known = self.specs and self.specs[0] is spec and _same([s.state for s in self.specs], self.states)
+        if counted or not known:
             self._gather(spec, x, state)
         y, *ys = _adapted(x, state.dtype, self.prepared, all_norms=spec.all_norms)
         self.x, self.version = weakref.ref(x), x._version
@@ -422,7 +425,7 @@ def _find_base(module, x, fp8: Fp8Spec | None) -> tuple[torch.dtype, Base, list]
     """The dtype of the call, the base, and the tensors that it is made of."""
     base, device = module._modules["base_layer"], x.device
     linear, coded = is_linear(base), is_quantised(base)
-    if has_hooks(base) or not calls_forward(base) or not (linear or _is_written(type(base))):
+    if has_hooks(base) or not calls_forward(base) or not (linear or (coded and _is_written(type(base)))):
         return None
     if foreign(base) and not (coded and has_library_forward(base)):
         return None

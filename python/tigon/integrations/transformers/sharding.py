@@ -57,10 +57,11 @@ def refuse_main_grad(owner: nn.Module, head: nn.Module) -> None:
     """Raise an error if the gradient in ``main_grad`` would be that of one process only."""
     states = filter(None, map(_state, (owner, head)))
     sharded = [p.sharded_param for state in states for group in _groups(state) for p in group.fsdp_params]
-    marked = any(getattr(p, "tigon_main_grad", False) for p in (head.weight, *sharded))
+    weight = getattr(head, "weight", None)  # of PEFT's layer around a module that has none
+    marked = any(getattr(p, "tigon_main_grad", False) for p in (weight, *sharded))
     if not marked:
         return
-    wrapper = "FSDP2" if sharded or not plain(head.weight) else None
+    wrapper = "FSDP2" if sharded or not plain(weight) else None
     if wrapper is None and DistributedDataParallel._active_ddp_module is not None:
         wrapper = "DistributedDataParallel"
     check(
