@@ -79,6 +79,7 @@ CASES = [
     test_case("columns", V=130, layout="columns"),
     test_case("transposed", V=130, layout="transposed"),
     test_case("misaligned", V=256, layout="offset1"),
+    test_case("expanded", V=33, layout="expanded"),
     test_case("sum", reduction="sum", masked=0.3),
     test_case("none", reduction="none", masked=0.3),
     test_case("denominator", denominator=7.5, masked=0.3),
