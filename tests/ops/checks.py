@@ -48,7 +48,8 @@ class Result:
     tensors: dict[str, torch.Tensor | None]
 
 
-def _outputs(value) -> tuple:
+def outputs_of(value) -> tuple:
+    """A result as a tuple."""
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -71,7 +72,7 @@ def run(fn, inputs: Inputs, *, grad=True, dtype: torch.dtype | None = None, twic
         leaves |= {f"d(arg {i})": args[i].requires_grad_() for i in inputs.grads}
         leaves |= {f"d({name})": kwargs[name].requires_grad_() for name in inputs.grad_kwargs}
     with torch.set_grad_enabled(grad):
-        outputs = _outputs(fn(*args, **kwargs))
+        outputs = outputs_of(fn(*args, **kwargs))
     tensors = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
     if leaves:
         upstream = inputs.grad_outputs or tuple(torch.ones_like(out) for out in outputs)
@@ -169,7 +170,8 @@ def _rms(x: torch.Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+def tensors_of(inputs: Inputs) -> list[torch.Tensor]:
+    """Every tensor of a call, upstream gradients too."""
     values = (*inputs.args, *inputs.kwargs.values(), *(inputs.grad_outputs or ()))
     return [value for value in values if torch.is_tensor(value)]
 
@@ -191,11 +193,11 @@ def check_case(
     """Hold an op (`fn`, by default the module's `tigon_fn`) to the rule on one case."""
     fn = fn or module.tigon_fn
     inputs = module.make(case, device, dtype, seed)
-    before = [value.clone() for value in _tensors(inputs)]
+    before = [value.clone() for value in tensors_of(inputs)]
     grad = "grad" in case.tags
     with poisoned():
         got = run(fn, inputs, grad=grad)
-    for value, kept in zip(_tensors(inputs), before, strict=True):
+    for value, kept in zip(tensors_of(inputs), before, strict=True):
         assert same_bits(value, kept), "an input was modified"
     again = run(fn, inputs, grad=grad)
     eager = run(module.eager_fn, inputs, grad=grad)
