@@ -7,7 +7,6 @@ from checks import check_close, refusals, refused, same_bits
 
 import tigon
 from cases.cross_entropy import eager_fn, oracle_fn
-from cases.losses import PLAIN
 
 NAN = float("nan")
 
@@ -30,9 +29,9 @@ def _three(logits, target, upstream, options):
     """Tigon's, plain PyTorch's and the exact loss and gradient."""
     wide = {k: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for k, t in options.items()}
     got = _all(tigon.cross_entropy, logits, target, upstream, **options)
-    eager = _all(eager_fn, logits, target, upstream, **PLAIN | options)
+    eager = _all(eager_fn, logits, target, upstream, **options)
     double = None if upstream is None else upstream.double()
-    return got, eager, _all(oracle_fn, logits.detach().double(), target, double, **PLAIN | wide)
+    return got, eager, _all(oracle_fn, logits.detach().double(), target, double, **wide)
 
 
 def _hold(logits, target, upstream=None, floor=0.0, redraw=None, **options):
@@ -133,7 +132,7 @@ def test_nan_and_infinity(v, options, device):
     logits[3], logits[4, -1], logits[5, : v - 1] = -inf, NAN, -inf
     target[5] = v - 1
     got = _all(tigon.cross_entropy, logits, target, reduction="none", **options)
-    want = _all(eager_fn, logits, target, **PLAIN | options | {"reduction": "none"})
+    want = _all(eager_fn, logits, target, **options | {"reduction": "none"})
     torch.testing.assert_close(got[0], want[0], equal_nan=True)
     if options.get("label_smoothing"):  # the loss is infinite; torch's gradient is that of finite classes
         assert not got[0][[2, 5]].isfinite().any()
