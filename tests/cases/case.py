@@ -249,22 +249,30 @@ def nothing(*case_and_dtype) -> int:
     return 0
 
 
-def memory_bound(forward: int, backward: int) -> tuple[Callable, ...]:
+def elements_of(case: Case) -> int:
+    """Those of a tensor of the case's shape."""
+    return math.prod(case.params["shape"])
+
+
+def memory_bound(forward: int, backward: int, elements: Callable[[Case], int] = elements_of) -> tuple:
     """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of an op that moves so many tensors each way."""
 
     def moves(tensors: int) -> Callable:
-        return lambda case, dtype: tensors * math.prod(case.params["shape"]) * itemsize(dtype)
+        return lambda case, dtype: tensors * elements(case) * itemsize(dtype)
 
     return moves(forward), moves(backward), nothing, nothing
 
 
-def ours(name: str) -> Callable:
-    """The case module's `tigon_fn`: Tigon's function of that name, imported when it is called."""
+def ours(name: str, convert: Callable[[dict], dict] = dict) -> Callable:
+    """The case module's `tigon_fn`: Tigon's function of that name, imported when it is called.
+
+    `convert` makes of a case's options those of the function.
+    """
 
     def tigon_fn(*args, **options):
         import tigon
 
-        return getattr(tigon, name)(*args, **options)
+        return getattr(tigon, name)(*args, **convert(options))
 
     return tigon_fn
 

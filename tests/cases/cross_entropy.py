@@ -3,19 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from .case import (
-    SCALED,
-    Case,
-    Inputs,
-    Maker,
-    bench_case,
-    itemsize,
-    nothing,
-    ours,
-    params,
-    test_case,
-    upstream,
-)
+from .case import SCALED, Case, Inputs, Maker, bench_case, memory_bound, ours, params, test_case, upstream
 from .heads import altered
 
 NAME = "cross_entropy"
@@ -219,18 +207,11 @@ def oracle_fn(
     return rows.sum() if reduction == "sum" else rows.sum() / torch.where(valid, w[y], 0.0).sum()
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read the logits."""
-    return case.params["N"] * case.params["V"] * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read the logits, write their gradient."""
-    return 2 * bytes_fwd(case, dtype)
-
-
+# the logits; logits and their gradient
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(
+    1, 2, lambda case: case.params["N"] * case.params["V"]
+)
 bytes_step = bytes_bwd  # loss and gradient in one pass: one read and one write
-flops_fwd = flops_bwd = nothing
 
 
 def _inplace(case, inputs):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from . import cross_entropy
-from .case import SCALED, Case, Inputs, Maker, bench_case, lay_out, params, test_case, upstream
+from .case import SCALED, Case, Inputs, Maker, bench_case, lay_out, ours, params, test_case, upstream
 from .cross_entropy import make_denominator
 from .heads import (
     LLAMA,
@@ -25,6 +25,7 @@ from .heads import (
 )
 
 NAME = "linear_cross_entropy"
+tigon_fn = ours(NAME, as_tigon)
 LOSS = True
 
 DEFAULTS = {
@@ -219,13 +220,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grad_outputs=(grad,),
         grad_kwargs=trained(p),
     )
-
-
-def tigon_fn(hidden, weight, target, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.linear_cross_entropy(hidden, weight, target, **as_tigon(options))
 
 
 def eager_fn(hidden, weight, target, **options):

@@ -215,10 +215,6 @@ def test_candidates_of_another_kind(device):
     log_prob[2, 1] = torch.nan
     rows = tigon.linear_kl_div(hidden, weight, (indices, log_prob), reduction="none")
     assert rows.isnan().tolist() == [False, False, True, False, False]
-    if device == "cpu":
-        indices[1, 2] = 12
-        with pytest.raises(tigon.Error, match=r"teacher indices must be in \[0, 12\), got 12"):
-            tigon.linear_kl_div(hidden, weight, (indices, log_prob))
 
 
 def test_candidates_of_little_mass(device):
