@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 TESTS = Path(__file__).resolve().parent
@@ -122,6 +123,14 @@ def _seed():
     seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
     seed(0)
     torch.set_float32_matmul_precision("highest")  # trainers of other tests may have lowered it
+
+
+@pytest.fixture
+def one_process():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def allocations(call) -> list[int]:

@@ -102,6 +102,46 @@ def norm_cases() -> list[Case]:
     ]
 
 
+def weighted_norm_cases() -> list[Case]:
+    """More of them, of norms whose weight may lie anywhere."""
+    return [
+        *norm_cases(),
+        test_case("empty_inner", shape=(3, 0, 64)),
+        *layout_cases("rows", "columns", "transposed", shape=(9, 130)),
+        # More rows than a persistent kernel has blocks: it goes on from row to row.
+        test_case("tall_odd", shape=(4001, 33)),
+        test_case("tall_misaligned", shape=(5001, 40), layout="offset1", grad_layout="offset1"),
+        test_case("misaligned_weight", shape=(7, 256), weight_layout="offset1"),
+        test_case("strided_weight", shape=(7, 256), weight_layout="columns"),
+        test_case("eps_large", shape=(9, 257), eps=0.5),
+        test_case("eps_zero", shape=(9, 257), eps=0.0),
+    ]
+
+
+def pointwise_cases() -> list[Case]:
+    """Sizes and layouts that any op of single elements must get right."""
+    return [
+        test_case("4x64"),
+        test_case("odd_3x7", small=True, shape=(3, 7)),
+        test_case("one_row", shape=(1, 1000)),
+        test_case("one_column", shape=(5, 1)),
+        test_case("one_element", shape=(1, 1)),
+        test_case("scalar", shape=()),
+        test_case("vector", shape=(97,)),
+        test_case("empty", shape=(0, 64)),
+        test_case("empty_columns", shape=(3, 0)),
+        test_case("rank5", shape=(2, 1, 3, 2, 9)),
+        test_case("129x1031", shape=(129, 1031)),
+        test_case("wide", shape=(2, 70001)),
+        *layout_cases("columns", "transposed", shape=(9, 130)),
+        test_case("heads", shape=(2, 3, 5, 16), layout="heads"),
+        test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+        test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
+        test_case("nan_row", shape=(5, 130), fill="nan"),
+        test_case("zeros", shape=(5, 130), fill="zero"),
+    ]
+
+
 # Hidden sizes and lengths of figures 2 and 3 of Liger's paper (arXiv:2410.10989).
 PAPER_HIDDEN = PAPER_LENGTHS = (4096, 8192, 12288, 16384)
 
@@ -249,22 +289,30 @@ def nothing(*case_and_dtype) -> int:
     return 0
 
 
-def memory_bound(forward: int, backward: int) -> tuple[Callable, ...]:
+def elements_of(case: Case) -> int:
+    """Those of a tensor of the case's shape."""
+    return math.prod(case.params["shape"])
+
+
+def memory_bound(forward: int, backward: int, elements: Callable[[Case], int] = elements_of) -> tuple:
     """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of an op that moves so many tensors each way."""
 
     def moves(tensors: int) -> Callable:
-        return lambda case, dtype: tensors * math.prod(case.params["shape"]) * itemsize(dtype)
+        return lambda case, dtype: tensors * elements(case) * itemsize(dtype)
 
     return moves(forward), moves(backward), nothing, nothing
 
 
-def ours(name: str) -> Callable:
-    """The case module's `tigon_fn`: Tigon's function of that name, imported when it is called."""
+def ours(name: str, convert: Callable[[dict], dict] = dict) -> Callable:
+    """The case module's `tigon_fn`: Tigon's function of that name, imported when it is called.
+
+    `convert` makes of a case's options those of the function.
+    """
 
     def tigon_fn(*args, **options):
         import tigon
 
-        return getattr(tigon, name)(*args, **options)
+        return getattr(tigon, name)(*args, **convert(options))
 
     return tigon_fn
 

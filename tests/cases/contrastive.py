@@ -37,6 +37,9 @@ CASES = [
     _both("positives", small=True, positives=3, masked=0.3, weight=True),
     _both("ids", small=True, positives=2, ids=9, learned=True),
     _both("masked_positives", positives=2, masked=1.0, reduction="sum"),
+    test_case("weighted", positives=1, masked=0.3, weight=True),
+    test_case("weighted_learned", positives=1, masked=0.3, weight=True, learned=True),
+    _both("no_query", queries=0, documents=5, reduction="sum"),
     _both("sum", reduction="sum", temperature=0.5),
     _both("rows_reduced_none", reduction="none", positives=2),
     _both("dots", normalize=False, temperature=9.0),
@@ -104,24 +107,55 @@ def tigon_fn(q, d, labels, *, q_ids, d_ids, **options):
     return tigon.contrastive_loss(q, d, labels, ids=None if q_ids is None else (q_ids, d_ids), **options)
 
 
-def _plain(q, d, labels, *, temperature, symmetric, normalize, weight, q_ids, d_ids, sizes, reduction, **_):
+def eager_fn(
+    q,
+    d,
+    labels=None,
+    *,
+    temperature,
+    symmetric=False,
+    normalize=True,
+    weight=None,
+    q_ids=None,
+    d_ids=None,
+    sizes=None,
+    reduction="mean",
+    margin=None,
+    relative_margin=False,
+    guide=None,
+    **_,
+):
+    """Similarities in the embeddings' dtype, upcast; cases have no margin and no guide."""
     if sizes is not None:
         options = {"temperature": temperature, "symmetric": symmetric, "normalize": normalize}
-        options |= {"weight": weight, "q_ids": q_ids, "d_ids": d_ids, "sizes": None, "reduction": reduction}
-        return sum(_plain(q[:, :s], d[:, :s], labels, **options) for s in sizes)
+        options |= {"weight": weight, "q_ids": q_ids, "d_ids": d_ids, "reduction": reduction}
+        return sum(eager_fn(q[:, :s], d[:, :s], labels, **options) for s in sizes)
     if normalize:
         q, d = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
-    z = upcast(q @ d.T) / temperature
-    if labels is None and q_ids is None and weight is None and reduction != "none":
+    z = upcast(q @ d.T)
+    counted = margin is not None or guide is not None or q_ids is not None
+    if labels is None and not counted and weight is None and reduction != "none":
         of = torch.arange(len(q), device=q.device)
+        z = z / temperature
         loss = F.cross_entropy(z, of, reduction=reduction)
         return (loss + F.cross_entropy(z[:, : len(q)].T, of, reduction=reduction)) / 2 if symmetric else loss
-    labels = torch.arange(len(q), device=q.device)[:, None] if labels is None else labels
+    labels = torch.arange(len(q), device=q.device) if labels is None else labels
+    labels = labels.reshape(len(q), -1)
     counts, at = labels >= 0, labels.clamp(min=0)
-    picked = z.gather(1, at)
+    out = torch.zeros_like(z, dtype=torch.bool)
+    if margin is not None or guide is not None:
+        t = z if guide is None else F.normalize(guide[0], dim=-1) @ F.normalize(guide[1], dim=-1).T
+        best = t.detach().gather(1, at).masked_fill(~counts, -torch.inf).amax(1)
+        best = torch.where(counts.any(1), best, torch.inf)
+        margin = 0.0 if margin is None else margin
+        out |= t > (best * (1 - margin) if relative_margin else best - margin)[:, None]
     if q_ids is not None:
-        positive = torch.zeros(z.shape, device=z.device).scatter_add(1, at, counts.float()) > 0
-        z = z.masked_fill((q_ids[:, None] == d_ids) & ~positive, -torch.inf)
+        out |= q_ids[:, None] == d_ids
+    z = z / temperature
+    if counted:
+        positive = torch.zeros_like(z).scatter_add(1, at, counts.to(z)) > 0
+        z = z.masked_fill(out & ~positive, -torch.inf)
+    picked = z.gather(1, at)
     pairs = z.logsumexp(1)[:, None] - picked
     if symmetric:
         pairs = (pairs + z.logsumexp(0)[at] - picked) / 2
@@ -131,9 +165,6 @@ def _plain(q, d, labels, *, temperature, symmetric, normalize, weight, q_ids, d_
     if reduction == "none":
         return rows
     return rows.sum() / counts.any(1).sum() if reduction == "mean" else rows.sum()
-
-
-eager_fn = _plain  # similarities in the embeddings' dtype, upcast
 
 
 def _similarities(case: Case) -> list[tuple[int, int, int]]:

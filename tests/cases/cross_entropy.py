@@ -1,25 +1,10 @@
 """Cases of cross_entropy: the loss of given logits."""
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
-from .case import (
-    SCALED,
-    Case,
-    Inputs,
-    Maker,
-    bench_case,
-    itemsize,
-    nothing,
-    ours,
-    params,
-    test_case,
-    upstream,
-)
+from .case import SCALED, Case, Inputs, Maker, bench_case, memory_bound, ours, params, test_case, upstream
 from .heads import altered
-from .losses import eager_loss, oracle_loss
 
 NAME = "cross_entropy"
 tigon_fn = ours(NAME)
@@ -79,6 +64,7 @@ CASES = [
     test_case("columns", V=130, layout="columns"),
     test_case("transposed", V=130, layout="transposed"),
     test_case("misaligned", V=256, layout="offset1"),
+    test_case("expanded", V=33, layout="expanded"),
     test_case("sum", reduction="sum", masked=0.3),
     test_case("none", reduction="none", masked=0.3),
     test_case("denominator", denominator=7.5, masked=0.3),
@@ -180,27 +166,52 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     )
 
 
-def _with(loss, logits, target, *, softcap=None, **options):
-    """Upcast, as Hugging Face does, then the loss."""
-    return loss(altered(logits, softcap), target, **options)
+def eager_fn(logits, target, **options):
+    """Logits upcast, then torch's own cross-entropy, as Hugging Face has it."""
+    from tigon.ops.cross_entropy import reference
+
+    return reference(logits, target, **options)
 
 
-eager_fn = functools.partial(_with, eager_loss)  # torch's own
-oracle_fn = functools.partial(_with, oracle_loss)  # the formula, for fp64
+def oracle_fn(
+    logits,
+    target,
+    *,
+    weight=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    softcap=None,
+    z_loss=0.0,
+    reduction="mean",
+    denominator=None,
+):
+    """The formula row by row, for fp64.
+
+    loss_i = (1-s) w_y (lse - x_y) + s/V sum_c w_c (lse - x_c) + z lse^2, zero where the label is
+    ignored; a mean divides by the sum of w_y over the labels that count, as torch does.
+    """
+    x, valid = altered(logits, softcap), target != ignore_index
+    y = torch.where(valid, target, 0)
+    w = x.new_ones(x.shape[-1]) if weight is None else weight
+    lse = torch.logsumexp(x, dim=-1)
+    rows = (1 - label_smoothing) * w[y] * (lse - x.gather(-1, y.unsqueeze(-1)).squeeze(-1))
+    if label_smoothing:
+        rows = rows + label_smoothing / x.shape[-1] * (w * (lse.unsqueeze(-1) - x)).sum(-1)
+    if z_loss:
+        rows = rows + z_loss * lse * lse
+    rows = torch.where(valid, rows, 0.0)
+    if denominator is not None:
+        return rows.sum() / torch.as_tensor(denominator, device=rows.device)
+    if reduction == "none":
+        return rows
+    return rows.sum() if reduction == "sum" else rows.sum() / torch.where(valid, w[y], 0.0).sum()
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read the logits."""
-    return case.params["N"] * case.params["V"] * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read the logits, write their gradient."""
-    return 2 * bytes_fwd(case, dtype)
-
-
+# the logits; logits and their gradient
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(
+    1, 2, lambda case: case.params["N"] * case.params["V"]
+)
 bytes_step = bytes_bwd  # loss and gradient in one pass: one read and one write
-flops_fwd = flops_bwd = nothing
 
 
 def _inplace(case, inputs):

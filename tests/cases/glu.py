@@ -3,7 +3,18 @@
 import torch
 import torch.nn.functional as F
 
-from .case import PAPER_LENGTHS, Case, Inputs, Maker, bench_case, liger, memory_bound, params, test_case
+from .case import (
+    PAPER_LENGTHS,
+    Case,
+    Inputs,
+    Maker,
+    bench_case,
+    liger,
+    memory_bound,
+    params,
+    pointwise_cases,
+    test_case,
+)
 
 NAME = "glu"
 
@@ -45,37 +56,19 @@ def _of_every_kind(kind: str, *, finite: bool = True, **options) -> list[Case]:
 
 
 CASES = [
-    test_case("4x64"),
-    test_case("odd_3x7", small=True, shape=(3, 7)),
-    test_case("one_row", shape=(1, 1000)),
-    test_case("one_column", shape=(5, 1)),
-    test_case("one_element", shape=(1, 1)),
-    test_case("scalar", shape=()),
-    test_case("vector", shape=(97,)),
-    test_case("empty", shape=(0, 64)),
-    test_case("empty_columns", shape=(3, 0)),
+    *pointwise_cases(),
     test_case("rank3", shape=(2, 5, 333)),
-    test_case("rank5", shape=(2, 1, 3, 2, 9)),
-    test_case("129x1031", shape=(129, 1031)),
-    test_case("wide", shape=(2, 70001)),
     test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
-    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
-    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
     test_case("mixed_layouts", shape=(9, 130), layout="transposed", up_layout="rows"),
-    test_case("heads", shape=(2, 3, 5, 16), layout="heads"),
-    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
     test_case("misaligned_up", shape=(7, 256), up_layout="offset1"),
     test_case("halves", shape=(7, 256), layout="halves"),
     test_case("halves_odd", small=True, shape=(2, 3, 33), layout="halves"),
     test_case("expanded", shape=(7, 96), layout="expanded", grads=(1,)),
-    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
     test_case("gate_only", shape=(7, 33), grads=(0,)),
     test_case("up_only", shape=(7, 33), grads=(1,)),
     test_case("saturated", shape=(7, 256), scale=60.0),
     test_case("tiny", shape=(7, 256), scale=1e-3),
-    test_case("nan_row", shape=(5, 130), fill="nan"),
     test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
-    test_case("zeros", shape=(5, 130), fill="zero"),
     test_case("packed", small=True, shape=(2, 5, 33), packed=True),
     test_case("packed_wide", shape=(2, 20008), packed=True),
     test_case("packed_vector", shape=(97,), packed=True),

@@ -1,14 +1,14 @@
 """Cases of linear_cross_entropy: hidden states x head weight x labels -> loss, without logits."""
 
 import dataclasses
-import functools
 import inspect
 import math
 
 import torch
 import torch.nn.functional as F
 
-from .case import SCALED, Case, Inputs, Maker, bench_case, lay_out, params, test_case, upstream
+from . import cross_entropy
+from .case import SCALED, Case, Inputs, Maker, bench_case, lay_out, ours, params, test_case, upstream
 from .cross_entropy import make_denominator
 from .heads import (
     LLAMA,
@@ -23,9 +23,9 @@ from .heads import (
     matmul_of,
     trained,
 )
-from .losses import eager_loss, oracle_loss
 
 NAME = "linear_cross_entropy"
+tigon_fn = ours(NAME, as_tigon)
 LOSS = True
 
 DEFAULTS = {
@@ -222,30 +222,30 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     )
 
 
-def tigon_fn(hidden, weight, target, **options):
-    """Tigon's own."""
-    import tigon
+def eager_fn(hidden, weight, target, **options):
+    """Logits in the model's dtype, upcast, then torch's cross-entropy, as Hugging Face has it."""
+    from tigon.ops.loss_head.reference import reference
 
-    return tigon.linear_cross_entropy(hidden, weight, target, **as_tigon(options))
+    return reference(hidden, weight, target, **as_tigon(options))
 
 
-def _from_logits(loss, hidden, weight, target, **options):
-    """Logits in the model's dtype of every row that takes part, upcast, then a loss of logits."""
+def oracle_fn(hidden, weight, target, **options):
+    """Logits of every row that takes part, then the formula, for fp64."""
     form = {name: options[name] for name in ("softcap", "logit_scale", "temperature")}
     operands = {name: options[name] for name in ("bias", "lora_a", "lora_b")}
     own = {name: options[name] for name in (*OPTIONS, "denominator") if name not in form}
     if options["shift"]:
         hidden, target = hidden[:, :-1], target[:, 1:]
     logits = linear(hidden.reshape(-1, hidden.shape[-1]), weight, **operands)
-    value = loss(altered(logits, **form), target.reshape(-1), weight=options["class_weight"], **own)
-    if value.dim() == 0:
-        return value
-    value = value.view(target.shape)
-    return F.pad(value, (0, 1)) if options["shift"] else value  # the last position has no label: 0
+    rows = cross_entropy.oracle_fn(
+        altered(logits, **form), target.reshape(-1), weight=options["class_weight"], **own
+    )
+    if rows.dim() == 0:
+        return rows
+    rows = rows.view(target.shape)
+    return F.pad(rows, (0, 1)) if options["shift"] else rows  # the last position has no label: 0
 
 
-eager_fn = functools.partial(_from_logits, eager_loss)  # torch's cross-entropy: Hugging Face's loss
-oracle_fn = functools.partial(_from_logits, oracle_loss)  # the formula, for fp64
 bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = costs(matmul_of(DEFAULTS))
 
 

@@ -5,11 +5,12 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, lay_out, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, lay_out, ours, params, test_case, upcast
 from .heads import LLAMA, LORA_SCALE, adapter, altered, as_tigon, costs, linear, matmul_of, trained
 from .linear_cross_entropy import bare_matmuls
 
 NAME = "linear_log_prob"
+tigon_fn = ours(NAME, as_tigon)
 LOSS = True  # gradients may be made in the forward
 
 DEFAULTS = {
@@ -139,13 +140,6 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         grad_outputs=grads,
         grad_kwargs=trained(p),
     )
-
-
-def tigon_fn(hidden, weight, target, **options):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.linear_log_prob(hidden, weight, target, **as_tigon(options))
 
 
 def eager_fn(hidden, weight, target, *, bias, entropy, lora_a=None, lora_b=None, logit_dtype=None, **options):

@@ -3,7 +3,7 @@
 import torch
 
 from . import rms_norm, rope
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, ours, params, test_case
+from .case import Case, Inputs, Maker, bench_case, memory_bound, ours, params, test_case
 
 NAME = "qk_norm_rope"
 tigon_fn = ours(NAME)
@@ -114,18 +114,8 @@ def eager_fn(*args, **options):
     return _composed(rms_norm.eager_fn, rope.eager_fn, *args, **options)
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read and write q and k; tables and weights are small."""
-    p = params(case, DEFAULTS)
-    return 2 * p["B"] * p["T"] * (p["Hq"] + (p["Hk"] or 0)) * p["D"] * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and dy, write dx."""
-    return bytes_fwd(case, dtype) * 3 // 2
-
-
-flops_fwd = flops_bwd = nothing
+# q and k to results; x and dy to dx
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3, rope.elements_of)
 
 
 PEERS = {}

@@ -8,9 +8,8 @@ from .case import (
     Inputs,
     Maker,
     bench_case,
-    itemsize,
     lay_out,
-    nothing,
+    memory_bound,
     ours,
     params,
     test_case,
@@ -303,18 +302,14 @@ def _eager_complex(q, k, freqs, unsqueeze_dim, keep_dtype):
     return one(q), one(k)
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read and write q and k; the tables are small."""
-    p = params(case, DEFAULTS)
-    return 2 * p["B"] * p["T"] * (p["Hq"] + (p["Hk"] or 0)) * p["D"] * itemsize(dtype)
+def elements_of(case: Case) -> int:
+    """q and k; the tables are small."""
+    p = DEFAULTS | case.params
+    return p["B"] * p["T"] * (p["Hq"] + (p["Hk"] or 0)) * p["D"]
 
 
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """As forward, on the gradients."""
-    return bytes_fwd(case, dtype)
-
-
-flops_fwd = flops_bwd = nothing
+# q and k to results, their gradients likewise
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 2, elements_of)
 
 
 def _liger(case, inputs):

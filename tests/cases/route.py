@@ -191,7 +191,7 @@ def tigon_fn(logits, *, wide, **options):
 
 
 def eager_fn(logits, *, wide, **options):
-    """As transformers' routers have it."""
+    """As transformers' routers have it; also the oracle, on fp64 copies."""
     weights, ids, *losses = _plain(logits, **options)
     return weights.to(_wide(logits.dtype) if wide else logits.dtype), *losses, _float(ids)
 
@@ -267,12 +267,6 @@ def _plain(
     mean = (q * v[:, None]).sum(0) / v.sum()
     aux = rows.shape[-1] * (count / v.sum() * mean).sum()
     return weights, ids, aux, (v * lse**2).sum() / v.sum()
-
-
-def oracle_fn(logits, *, wide, **options):
-    """The same, for fp64."""
-    weights, ids, *losses = _plain(logits, **options)
-    return weights, *losses, _float(ids)
 
 
 def _tokens(case: Case) -> int:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, nothing, params, test_case
+from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case
 
 NAME = "sample"
 PASSES = ("fwd",)  # a draw has no gradient
@@ -92,16 +92,9 @@ def eager_fn(logits, **options):
     return _with_numbers(sample.reference(logits, log_prob=True, **options))
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """The logits, once."""
-    return math.prod(params(case, DEFAULTS)["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """There is none."""
-    return 0
-
-
-flops_fwd = flops_bwd = nothing
+# the logits once; there is no backward
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(
+    1, 0, lambda case: math.prod(params(case, DEFAULTS)["shape"])
+)
 
 PEERS: dict = {}  # draws of others come from other random numbers, so results cannot be compared

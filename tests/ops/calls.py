@@ -253,6 +253,13 @@ def converted(value, dtype):
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
+def freed(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose storage is gone, as FSDP leaves it."""
+    x = x.detach().clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def tensors_of(value: Any, at: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of an argument, those in tuples and lists too, and where it stands."""
     if isinstance(value, torch.Tensor):

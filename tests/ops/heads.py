@@ -3,7 +3,7 @@
 import gc
 
 import torch
-from checks import check_close
+from checks import check_close, outputs_of
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -41,8 +41,7 @@ def leaves_of(values):
 
 def run(fn, args, options, upstream=None):
     """Outputs and gradients, detached."""
-    outputs = fn(*args, **options)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = outputs_of(fn(*args, **options))
     differentiable = [out for out in outputs if out.requires_grad]
     if upstream is None:
         upstream = [torch.linspace(0.5, 1.5, out.numel()).view(out.shape) for out in differentiable]

@@ -215,21 +215,22 @@ def test_stochastic_moments_that_are_not_finite(device):
         assert all(t[3:].isfinite().all() for t in (avg, sq, most))
 
 
-def test_another_seed_or_step_gives_other_bits(device):
+def test_another_seed_step_or_place_gives_other_bits(device):
     """Each of them changes about half of the draws between two equally likely neighbours."""
 
-    def drawn(seed, done):
+    def drawn(seed, done, first=0):
         made = make_list([torch.full((4096,), 1.0, dtype=torch.bfloat16, device=device)])
         for t in (*made.exp_avgs, *made.exp_avg_sqs):
             t.zero_()
         made.grads[0].fill_(1.0)
         made.hyperparameters[:5] = [2**-9, 0.0, 0.0, 0.0, 0.0]
         made.steps[0].fill_(done)
+        made.first[0] = first
         return step(made, rounding="stochastic", seed=seed)[0]
 
     base = drawn(1, 0)
     assert same_bits(base, drawn(1, 0))
-    for other in (drawn(2, 0), drawn(1, 1), drawn(1 + 2**40, 0)):
+    for other in (drawn(2, 0), drawn(1, 1), drawn(1 + 2**40, 0), drawn(1, 0, 2**31), drawn(1, 0, 2**33)):
         assert 0.4 < (base != other).double().mean().item() < 0.6
 
 

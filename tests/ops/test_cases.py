@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 import torch
-from checks import check_case, check_needs, oracle_of, run, runs_kernels, same_bits
+from checks import check_case, check_needs, oracle_of, outputs_of, run, runs_kernels, same_bits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import modules
@@ -75,7 +75,7 @@ def test_gradients_of_one_result(module, case, device):
     inputs = module.make(case, device, torch.float32, 0)
     leaves = {i: inputs.args[i].detach().clone().requires_grad_() for i in inputs.grads}
     results = module.tigon_fn(*(leaves.get(i, x) for i, x in enumerate(inputs.args)), **inputs.kwargs)
-    results = [y for y in (results if isinstance(results, tuple) else (results,)) if y.requires_grad]
+    results = [y for y in outputs_of(results) if y.requires_grad]
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     for y in results if len(results) > 1 else ():
         slopes = [torch.cos(x.detach()) if x is y else torch.zeros_like(x) for x in results]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from checks import run, same_bits
+from checks import outputs_of, run, same_bits
 
 import tigon
 from cases import modules
@@ -57,10 +57,6 @@ def test_all_on_meta(module, case):
 
 def _on_meta(given: dict) -> dict:
     return {name: t.to("meta") if torch.is_tensor(t) else t for name, t in given.items()}
-
-
-def _tuple(value):
-    return value if isinstance(value, tuple) else (value,)
 
 
 @every_op
@@ -196,8 +192,8 @@ def test_one_dtensor(module, case, grad, mesh):
             return t.requires_grad_() if grad and place in (*inputs.grads, *inputs.grad_kwargs) else t
 
         if sharded == REPLICATED.get(module.NAME):
-            plain = _tuple(_call(module, inputs, lambda place, t: t))
-            for got, want in zip(_tuple(_call(module, inputs, change)), plain, strict=True):
+            plain = outputs_of(_call(module, inputs, lambda place, t: t))
+            for got, want in zip(outputs_of(_call(module, inputs, change)), plain, strict=True):
                 assert torch.equal(getattr(got, "_local_tensor", got), want)
             continue
         with pytest.raises(

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import tigon
@@ -76,28 +75,13 @@ def test_one_matmul_of_the_teacher(steps, reduction, chunk_rows):
     assert len(of_teacher) > 1
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_steps_are_the_sum_of_single_ones(loss, device):
+def test_a_list_of_steps_is_their_stack(device):
     hidden, weight, teacher, ids = inputs(3, device=device)
-    options = {"loss": loss, "outputs": OUTPUTS}
-    weights, shifts, mask = (1.0, 0.8, 0.5), (0, 2, 4), torch.rand(B, T).to(device) < 0.7
-    got = tigon.drafter_loss(
-        hidden, weight, teacher, ids, mask=mask, shifts=shifts, step_weights=weights, chunk_rows=9, **options
-    )
-    loss, acceptance = 0.0, []
-    for h, w, k in zip(hidden, weights, shifts, strict=True):
-        of = (teacher[0][:, k:], teacher[1])
-        one = tigon.drafter_loss(h[:, : T - k], weight, of, ids, mask=mask[:, k:], **options)
-        loss, acceptance = loss + w * one.loss, [*acceptance, one.acceptance]
-    close((got.loss, got.acceptance), (loss, torch.cat(acceptance)))
-    close(gradients(got.loss, hidden, weight), gradients(loss, hidden, weight))
-    stacked = torch.stack(
-        [F.pad(h[:, : T - k], (0, 0, k, 0)) for h, k in zip(hidden, shifts, strict=True)], 2
-    )
-    rows = tigon.drafter_loss(
-        stacked, weight, teacher, ids, mask=mask, loss=options["loss"], reduction="none"
-    )
-    assert rows.shape == (B, T, 3)
+    options = {"loss": "lk", "shifts": (0, 2, 4), "chunk_rows": 9, "outputs": OUTPUTS}
+    got = tigon.drafter_loss(hidden, weight, teacher, ids, **options)
+    want = tigon.drafter_loss(torch.stack(hidden, 2), weight, teacher, ids, **options)
+    close(got, want)
+    close(gradients(got.loss, hidden, weight), gradients(want.loss, hidden, weight))
 
 
 def test_a_draft_that_is_the_teacher_is_accepted(device):
@@ -110,30 +94,6 @@ def test_a_draft_that_is_the_teacher_is_accepted(device):
         assert out.loss.abs() < 1e-6
         if loss == "kl":  # the others' has a jump there
             assert all(g.abs().max() < 1e-6 for g in gradients(out.loss, [states], weight))
-
-
-def test_lk_lies_between_kl_and_tv(device):
-    hidden, weight, teacher, ids = inputs(device=device)
-    of = {eta: tigon.drafter_loss(hidden, weight, teacher, ids, loss="lk", eta=eta) for eta in (0.0, 1e4)}
-    for eta, loss in ((0.0, "kl"), (1e4, "tv")):
-        want = tigon.drafter_loss(hidden, weight, teacher, ids, loss=loss)
-        close((of[eta], *gradients(of[eta], hidden, weight)), (want, *gradients(want, hidden, weight)))
-
-
-def test_mass_outside(device):
-    """The overlap that counts it is never larger; kl of a part of p is the rest of the whole one."""
-    hidden, weight, teacher, ids = inputs(device=device)
-    options = {"mask_outside": False, "reduction": "none"}
-    rows = {
-        name: tigon.drafter_loss(hidden, weight, teacher, ids, loss="tv", outside=name, **options)
-        for name in ("renormalize", "mixed", "count")
-    }
-    assert (rows["mixed"] >= rows["renormalize"] - 1e-6).all()
-    torch.testing.assert_close(rows["mixed"], rows["count"])
-    p = torch.softmax(teacher[0] @ teacher[1].t(), -1)[..., ids]
-    q = torch.log_softmax(hidden[0] @ weight.t(), -1)
-    got = tigon.drafter_loss(hidden, weight, teacher, ids, loss="kl", outside="count", **options)
-    torch.testing.assert_close(got[..., 0], (p * (p.log() - q)).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 def test_dtypes_of_the_parts(device):
@@ -200,7 +160,6 @@ HIDDEN, WEIGHT, TEACHER, IDS = inputs()
         ({"draft_ids": None}, "weight must have the teacher's 96 classes where draft_ids is None, got 40"),
         ({"draft_ids": IDS + VT}, "draft_ids must be below the teacher's 96 classes"),
         ({"draft_ids": IDS * 0}, "draft_ids must be different classes"),
-        ({"draft_ids": IDS * 0 - 1}, "draft_ids must hold at least one of the teacher's classes, got none"),
         ({"hidden": []}, "hidden must be a tensor, or a tensor for each step"),
         ({"hidden": [HIDDEN[0], HIDDEN[0].double()]}, "hidden must be"),
         ({"shifts": [0, 1]}, "shifts must be one for each of 1 steps, got 2"),

@@ -118,21 +118,6 @@ def test_routing_is_a_stable_sort(device):
     assert torch.equal(place[order.long()], torch.where(here, torch.arange(T * K, device=device), -1).int())
 
 
-def test_sorted_rows_are_the_layer(dtype, device):
-    """What a caller that sorts itself gets."""
-    leaves, ids = layer(dtype, device), chosen(device)
-    flat, order = ids.reshape(-1).sort(stable=True)
-    ends = torch.bincount(flat, minlength=E).cumsum(0)
-    rest = {n: leaves[n] for n in ("gate_up_bias", "down_bias")}
-    y = tigon.grouped_mlp(leaves["x"][order // K], leaves["gate_up"], leaves["down"], ends, **rest)
-    rows = torch.empty_like(y)
-    rows[order] = y
-    wanted = (rows.view(T, K, H).float() * leaves["weights"][..., None]).sum(1).to(dtype)
-    args = [leaves[n] for n in ("x", "gate_up", "down")]
-    got = tigon.experts(*args, ids, leaves["weights"], **rest)
-    torch.testing.assert_close(got, wanted, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
-
-
 def test_checkpointed_twice(dtype, device):
     leaves, ids = layer(dtype, device), chosen(device)
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from checks import check_case, run, same_bits
+from checks import check_case, run, same_bits, tensors_of
 from heads import compare, head_inputs
 from test_cases import pairs
 
@@ -74,11 +74,6 @@ def test_log_prob_of_large_matmuls_at_odd_sizes(h):
     torch.testing.assert_close(loss, plain)
     for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, plain)), strict=True):
         assert (a - b).norm() <= 4e-3 * b.norm()
-
-
-def _tensors(inputs) -> list[torch.Tensor]:
-    values = (*inputs.args, *inputs.kwargs.values(), *(inputs.grad_outputs or ()))
-    return [value for value in values if torch.is_tensor(value)]
 
 
 # Rows whose z is capped, or whose entropies are wanted beside a gradient or have one.
@@ -164,7 +159,7 @@ def test_captured_in_a_graph(module, case):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run(module.tigon_fn, inputs)
-    for value, new in zip(_tensors(inputs), _tensors(fresh), strict=True):
+    for value, new in zip(tensors_of(inputs), tensors_of(fresh), strict=True):
         value.copy_(new)
     graph.replay()
     plain = run(module.tigon_fn, fresh)

@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 from calls import calls, converted
 from heads import compare, head_inputs, peak_on_the_cpu, run
 
@@ -222,13 +221,6 @@ def test_a_peak_is_traced(name, device):
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
     for got, want in zip(run(compiled, args, {}), run(loss, args, {}), strict=True):
         assert torch.equal(got, want)
-
-
-@pytest.fixture
-def one_process():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("options", [{}, ROWS, {"valid_rows": 250}, {"weight": torch.float32}], ids=str)

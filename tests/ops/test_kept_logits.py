@@ -36,39 +36,21 @@ def _matmuls(step, least):
     return work
 
 
+@pytest.mark.parametrize("fn", [FN, LOSS, BOTH])
 @pytest.mark.parametrize(
-    "fn, trained, keep_mb, matmuls",
+    "trained, keep_mb, matmuls",
     [
-        (fn, *call)
-        for fn in (FN, LOSS)
-        for call in [
-            ("", None, 1),
-            ("x", None, 2),
-            ("x", 0, 3),
-            ("xw", None, 3),
-            ("xw", 0, 4),
-            ("w", None, 2),
-            ("w", 0, 3),
-            ("xw", 10 * ROW, 3.75),
-            ("xab", None, 2),
-            ("xb", None, 2),
-            ("xw", 1e6, 3),
-        ]
-    ]
-    + [
-        (BOTH, *call)
-        for call in [
-            ("", None, 1),
-            ("x", None, 4),
-            ("x", 0, 3),
-            ("xw", None, 3),
-            ("xw", 0, 4),
-            ("w", None, 2),
-            ("xw", 10 * ROW, 3.75),
-            ("xab", None, 2),
-            ("xb", None, 2),
-            ("xw", 1e6, 3),
-        ]
+        ("", None, 1),
+        ("x", None, 2),
+        ("x", 0, 3),
+        ("xw", None, 3),
+        ("xw", 0, 4),
+        ("w", None, 2),
+        ("w", 0, 3),
+        ("xw", 10 * ROW, 3.75),
+        ("xab", None, 2),
+        ("xb", None, 2),
+        ("xw", 1e6, 3),
     ],
 )
 def test_number_of_matmuls(fn, trained, keep_mb, matmuls):
@@ -89,6 +71,8 @@ def test_number_of_matmuls(fn, trained, keep_mb, matmuls):
         if result.requires_grad:
             result.sum().backward()
 
+    if fn is BOTH and (trained, keep_mb) == ("x", None):
+        matmuls = 4  # with a frozen head a gradient of the entropies computes all logits again
     assert _matmuls(step, rows * size * vocab) == pytest.approx(matmuls, abs=0.15)
 
 

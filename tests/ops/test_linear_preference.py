@@ -31,23 +31,6 @@ def _operands(batch):
     return batch["hidden"], batch["weight"], batch["target"]
 
 
-def _losses(batch):
-    """A call of each function, by its name."""
-    x = _operands(batch)
-    desirable = torch.arange(2 * PAIRS, device=x[0].device) % 3 == 0
-    return {
-        "preference": lambda **o: tigon.linear_preference(*x, ref=batch["ref"], nll=0.3, **o),
-        "kto": lambda **o: tigon.linear_kto(*x, desirable, ref=batch["ref"], kl=0.1, **o),
-        "policy": lambda **o: tigon.linear_policy(*x, batch["advantage"], old=batch["old"], entropy=0.1, **o),
-        "sequences": lambda **o: tigon.linear_policy(
-            *x, batch["advantage"], old=batch["old"], level="sequence", normalise="sequence", **o
-        ),
-    }
-
-
-FUNCTIONS = ("preference", "kto", "policy", "sequences")
-
-
 def _grads(result, batch, **options):
     return torch.autograd.grad(result.loss, (batch["hidden"], batch["weight"]), **options)
 
@@ -68,23 +51,6 @@ def test_reference_head_is_its_sums(batch, device):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     own = tigon.linear_preference(hidden, weight, target, ref=(hidden, weight))
     assert torch.equal(own.rewards, torch.zeros_like(own.rewards))
-
-
-def test_on_policy_it_is_cross_entropy(batch):
-    """Ratio 1 and no divergence: the token-weighted cross-entropy."""
-    hidden, weight, target = _operands(batch)
-    advantage = batch["advantage"]
-    got = _grads(tigon.linear_policy(hidden, weight, target, advantage), batch)
-    by_token = advantage[:, None].expand(target.shape)
-    loss = tigon.linear_cross_entropy(hidden, weight, target, token_weight=by_token)
-    for a, b in zip(got, torch.autograd.grad(loss, (hidden, weight)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
-
-
-def test_metrics_are_bounded(batch):
-    result = tigon.linear_policy(*_operands(batch), batch["advantage"])
-    assert (result.log_prob <= 0).all()
-    assert (result.entropy >= 0).all() and (result.entropy <= torch.tensor(VOCAB).log() + 1e-5).all()
 
 
 REFUSED = [

@@ -1,6 +1,4 @@
-"""modulated_rms_norm beyond the cases: refusals, which rows share a modulation, mixed dtypes, its module."""
-
-import itertools
+"""modulated_rms_norm beyond the cases: refusals, modulations of every shape, its module."""
 
 import pytest
 import torch
@@ -32,35 +30,10 @@ def test_refusals(call, message, dtype, device):
     refused(call, "[modulated_rms_norm] ..." + message, x=x, w=w, s=s)
 
 
-@pytest.mark.parametrize("modulation", [(1,), (2,), (2, 1), (2, 6), (12,)])
-def test_rows_that_share_a_modulation(modulation, device):
-    """As PyTorch broadcasts it, where it does."""
-    x, w, scale, shift = _draw(device, torch.float64, modulation)
-    shape = (2, 6, 40) if modulation == (12,) else (*(*modulation, 1)[:2], 40)
-    want = tigon.rms_norm(x, w) * (1 + scale.view(shape)) + shift.view(shape)
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        got = tigon.modulated_rms_norm(*(v.to(dtype) for v in (x, w, scale, shift)))
-        torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
-
-
 def test_zero_modulation_is_the_norm(device):
     x, w, scale, _ = _draw(device, torch.bfloat16)
     got = tigon.modulated_rms_norm(x, w, torch.zeros_like(scale), torch.zeros_like(scale))
     assert same_bits(got, tigon.rms_norm(x, w))
-
-
-@pytest.mark.parametrize("given", list(itertools.product([torch.bfloat16, torch.float32], repeat=3)))
-def test_dtypes(given, device):
-    """y in x's dtype, gradients in those of their arguments, whatever the mixture."""
-    x, w, scale, shift = _draw(device)
-    leaves = [x.bfloat16(), *(v.to(dtype) for v, dtype in zip((w, scale, shift), given, strict=True))]
-    leaves = [v.requires_grad_() for v in leaves]
-    y = tigon.modulated_rms_norm(*leaves)
-    assert y.dtype == x.bfloat16().dtype
-    want = tigon.modulated_rms_norm(leaves[0].detach(), *(v.detach().float() for v in leaves[1:]))
-    assert same_bits(y.detach(), want)
-    for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
-        assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
 
 
 def test_scale_and_shift_of_other_shapes(device):

@@ -1,25 +1,27 @@
 """The norms, softmax and dyt beyond the cases: refusals, dtypes, in place, modules."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
-from checks import refusals, refused, same_bits
+from checks import outputs_of, refusals, refused, same_bits
 
 import tigon
 
-# op: its arguments on a device (float tensors all), and the operator's arguments after them
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+# op: its arguments, float tensors all
 ARGUMENTS = {
-    "rms_norm": (("x", "weight"), (1e-6, 0.0, 0)),
-    "layer_norm": (("x", "weight", "bias"), (1e-5,)),
-    "add_rms_norm": (("x", "residual", "weight"), (1e-6, 0.0, 0)),
-    "gated_rms_norm": (("x", "gate", "weight"), (1e-6, 20, False, 0, 0.0, 0)),
-    "poly_norm": (("x", "weight", "bias"), (1e-6,)),
-    "softmax": (("x",), ()),
-    "sparsemax": (("x",), ()),
-    "dyt": (("x", "alpha", "weight", "bias"), ()),
+    "rms_norm": ("x", "weight"),
+    "layer_norm": ("x", "weight", "bias"),
+    "add_rms_norm": ("x", "residual", "weight"),
+    "gated_rms_norm": ("x", "gate", "weight"),
+    "modulated_rms_norm": ("x", "weight", "scale", "shift"),
+    "attention_residual": ("values", "query", "norm_weight"),
+    "poly_norm": ("x", "weight", "bias"),
+    "dyt": ("x", "alpha", "weight", "bias"),
 }
-ROWS = ("x", "residual", "gate")
+ROWS = ("x", "residual", "gate", "values")
 SIZES = {"dyt": {"alpha": 1}, "poly_norm": {"weight": 3, "bias": 1}}  # where it is not one number a column
 
 
@@ -28,11 +30,7 @@ def _draw(op, device, dtype=torch.float32, rows=6, columns=40):
         shape = (rows, columns) if name in ROWS else (SIZES.get(op, {}).get(name, columns),)
         return torch.randn(shape).to(device, dtype)
 
-    return [one(name) for name in ARGUMENTS[op][0]]
-
-
-def _first(result):
-    return result[0] if isinstance(result, tuple) else result
+    return [one(name) for name in ARGUMENTS[op]]
 
 
 BAD = """
@@ -62,21 +60,23 @@ def test_refusals(call, message, device):
     refused(call, message, x=x, w=w)
 
 
-@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", [op for op in ARGUMENTS if len(ARGUMENTS[op][0]) > 1])
+@pytest.mark.parametrize("parameters", list(itertools.product(FLOATS, repeat=2)), ids=str)
+@pytest.mark.parametrize("op", ARGUMENTS)
 def test_dtypes_of_parameters(op, parameters, device):
-    """Results and gradients in the dtypes of the reference and of their arguments."""
-    fn, names = getattr(tigon, op), ARGUMENTS[op][0]
-    leaves = [
-        v.to(torch.bfloat16 if name in ROWS else parameters).requires_grad_()
-        for v, name in zip(_draw(op, device), names, strict=True)
-    ]
-    y = _first(fn(*leaves))
+    """Results and gradients in the dtypes of the reference and of their arguments, whatever the mixture."""
+    fn, kinds = getattr(tigon, op), itertools.cycle(parameters)
+    given = dict(zip(ARGUMENTS[op], _draw(op, device), strict=True))
+    given = {name: v.to(torch.bfloat16 if name in ROWS else next(kinds)) for name, v in given.items()}
+    leaves = [v.requires_grad_() for v in given.values()]
+    (y, *_) = outputs_of(fn(*leaves))
     reference = importlib.import_module(f"tigon.ops.{op}").reference
-    assert y.dtype == _first(reference(*leaves)).dtype
-    assert y.dtype == _first(fn(*(leaf.to("meta") for leaf in leaves))).dtype
+    assert y.dtype == outputs_of(reference(*leaves))[0].dtype
+    assert y.dtype == outputs_of(fn(*(leaf.to("meta") for leaf in leaves)))[0].dtype
     for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
-        assert grad.dtype == leaf.dtype
+        assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
+    if op in ("modulated_rms_norm", "attention_residual"):  # which widen parameters
+        wide = [v.detach() if name in ROWS else v.detach().float() for name, v in given.items()]
+        assert same_bits(y.detach(), fn(*wide))
 
 
 def test_bias_and_weight_of_two_dtypes(device):
@@ -178,7 +178,7 @@ def test_modules(device):
     assert same_bits(tigon.nn.Sparsemax()(x), tigon.sparsemax(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_sparsemax_is_a_distribution(dtype, device):
     """Entries of at least 0 that sum to 1, most of them exactly 0; one of float16 is never rounded away."""
     for scale in (1e-5, 1e-3, 1.0, 30.0):

@@ -23,6 +23,7 @@ OPTIONS = [
     {"rounding": "master", "amsgrad": True},
     {"max_grad_norm": 0.5, "moment_rounding": "nearest"},
 ]
+CODES = {"moment_dtype": "int8"}
 
 
 def cloned(params) -> list[nn.Parameter]:
@@ -238,7 +239,7 @@ def test_states_in_another_order(options, device):
 @pytest.mark.parametrize(
     "copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
 )
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, CODES], ids=str)
 def test_copies_are_apart(copier, options, device):
     """A copy goes on as the original, neither touches the other, and several optimizers take turns."""
     params, optimizer = started(options, device)
@@ -301,13 +302,14 @@ def test_refused_in_mid_run(words, device):
     step_like_a_new_one(optimizer, {})
 
 
-def test_a_scaler_comes_and_goes(device):
+@pytest.mark.parametrize("options", [{}, CODES], ids=str)
+def test_a_scaler_comes_and_goes(options, device):
     """found_inf and grad_scale set for some steps, as GradScaler does."""
-    params, optimizer = started({}, device)
+    params, optimizer = started(options, device)
     for i, inf in enumerate((0.0, 1.0, 0.0)):
         draw_gradients((params,), 2 + i)
         before = [t.clone() for t in everything(optimizer)]
-        other = made_anew(optimizer, {})
+        other = made_anew(optimizer, options)
         for o in (optimizer, other):
             o.grad_scale = torch.tensor(4.0, device=device)
             o.found_inf = torch.tensor(inf, device=device)
@@ -316,7 +318,7 @@ def test_a_scaler_comes_and_goes(device):
         after = everything(optimizer)
         assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(after, everything(other), strict=True))
         assert inf == 0.0 or all(same_bits(a.cpu(), b.cpu()) for a, b in zip(before, after, strict=True))
-    step_like_a_new_one(optimizer, {})
+    step_like_a_new_one(optimizer, options)
 
 
 @pytest.mark.gpu

@@ -125,20 +125,73 @@ def test_every_option_is_used_or_refused(kind, way):
     assert NOTES.items() <= optimizer_of(kind, way, NOTES).param_groups[-1].items()
 
 
-@ways(ADAMW_WAYS + MUON_WAYS)
-def test_values_of_a_group(kind, way):
+def constructed(groups, cls):
+    """The options are the optimizer's own."""
+    (group,) = groups
+    return cls(**group)
+
+
+BAD_VALUES = [
+    ({"lr": -1.0}, "lr must be >= 0"),
+    ({"lr": 1j}, "lr must be a number"),
+    ({"lr": float("nan")}, "lr must be a number, got NaN"),
+    ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element"),
+    ({"lr": torch.tensor(0.1, requires_grad=True)}, "lr must not require grad"),
+    ({"eps": -1.0}, "eps must be"),
+    ({"eps": "a"}, "eps must be a number"),
+    ({"eps": None}, "eps must"),
+    ({"eps": torch.tensor(0.1, requires_grad=True)}, "eps must not require grad"),
+    ({"weight_decay": -0.1}, "weight_decay must be >= 0"),
+    ({"weight_decay": None}, "weight_decay must"),
+]
+BAD_OF_ADAMW = [
+    ({"betas": (1.0, 0.9)}, "betas must be in"),
+    ({"betas": (0.9, 1.0)}, "betas must be in"),
+    ({"betas": (0.9,)}, "betas must be two numbers"),
+    ({"betas": (0.9, 1j)}, r"betas\[1\] must"),
+    ({"amsgrad": 1}, "amsgrad must be True or False, got int"),
+    ({"maximize": "no"}, "maximize must be True or False"),
+    ({"capturable": 0}, "capturable must be True or False"),
+    ({"decoupled_weight_decay": 1}, "decoupled_weight_decay must be True or False"),
+    ({"fused": "yes"}, "fused must be True, False or None, got str"),
+    ({"foreach": 0}, "foreach must be True, False or None"),
+    ({"differentiable": True}, "differentiable must be False"),
+]
+BAD_MOMENTS = [
+    *(
+        ({"moment_dtype": value}, "moment_dtype must be float32, bfloat16, None, a pair")
+        for value in ("int4", 8, torch.uint8, torch.float16, ("int8", None))
+    ),
+    ({"moment_dtype": "int8", "amsgrad": True}, "amsgrad must be False where moment_dtype is"),
+]
+BAD_OF_MUON = [
+    ({"momentum": -0.1}, r"momentum must be in \[0, 1\), got -0.1"),
+    ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+    ({"nesterov": "no"}, "nesterov must be True or False, got str"),
+    ({"ns_steps": 0}, "ns_steps must be in"),
+    ({"ns_steps": 100}, r"ns_steps must be in \[1, 100\)"),
+    ({"ns_coefficients": (1, 2)}, "ns_coefficients must be three"),
+    ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be"),
+]
+BAD_OF_THE_WHOLE = [
+    ({"rounding": "up"}, "rounding must be one of"),
+    ({"moment_rounding": "split"}, r"moment_rounding must be one of \['nearest', 'stochastic'\], got"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
+    ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number"),
+    ({"seed": -1}, "seed must be"),
+    ({"seed": 1.0}, "seed must be an"),
+]
+
+
+@ways([("adamw", constructed), ("muon", constructed), *ADAMW_WAYS, *MUON_WAYS])
+def test_values_that_are_refused(kind, way):
     """What the constructor refuses is refused in a group."""
-    bad = {"lr": -1.0, "eps": -1.0, "weight_decay": None}
-    if kind == "muon":
-        bad |= {"momentum": 1.0, "nesterov": 1, "ns_steps": 0, "adjust_lr_fn": "rms"}
-        bad |= {"ns_coefficients": (1, 2)}
-    else:
-        bad |= {"betas": (0.9, 1.0), "amsgrad": None, "maximize": "no", "capturable": 0}
-        bad |= {"differentiable": True, "decoupled_weight_decay": 1, "fused": 1, "foreach": 0}
-        bad |= {"moment_dtype": "int4"} if kind == "adamw" else {}
-    for name, value in bad.items():
-        with pytest.raises(tigon.Error, match=rf"{name} must"):
-            optimizer_of(kind, way, {name: value})
+    bad = BAD_VALUES + (BAD_OF_MUON if kind == "muon" else BAD_OF_ADAMW)
+    if kind == "adamw":
+        bad = bad + BAD_MOMENTS + BAD_OF_THE_WHOLE * (way is constructed)
+    for options, words in bad:
+        with pytest.raises(tigon.Error, match=words):
+            optimizer_of(kind, way, options)
 
 
 @pytest.mark.parametrize(

@@ -17,21 +17,12 @@ FORMS = [
 ]
 
 
-def _inputs(B=2, T=5, Hq=4, Hk=2, D=64, R=None, *, device="cpu", dtype=torch.float32, weight=None, grad=True):
+def _inputs(B=2, T=5, Hq=4, Hk=2, D=64, R=None, *, device="cpu", dtype=torch.float32):
     """q, k, their weights, cos and sin: heads as Hugging Face has them."""
     q, k = (torch.randn(B, T, H, D, device=device, dtype=dtype) for H in (Hq, Hk))
-    weights = [torch.randn(D, device=device, dtype=weight or dtype).requires_grad_(grad) for _ in range(2)]
+    weights = [torch.randn(D, device=device, dtype=dtype) for _ in range(2)]
     tables = [torch.randn(1, T, R or D, device=device, dtype=dtype) for _ in range(2)]
-    return [x.transpose(1, 2).requires_grad_(grad) for x in (q, k)] + weights + tables
-
-
-def _gradients(inputs, dy=None, fn=None, **options):
-    out = (fn or tigon.qk_norm_rope)(*inputs, **options)
-    out = out if isinstance(out, tuple) else (out,)
-    leaves = [x for x in inputs if x is not None and x.requires_grad]
-    ends = [y for y in out if y.requires_grad]
-    dy = [torch.cos(y.detach()) for y in ends] if dy is None else dy
-    return (*out, *torch.autograd.grad(ends, leaves, dy))
+    return [x.transpose(1, 2) for x in (q, k)] + weights + tables
 
 
 def _in_turn(q, k, q_weight, k_weight, cos, sin, *, offset=0.0, rounding="llama", **options):
@@ -47,7 +38,7 @@ def test_forward_is_the_two_ops_in_turn(options, dtype, D, R):
     """The same roundings at the same places: bit for bit on the CPU, where both sum a row by one tree."""
     options = dict(options)
     columns = options.get("rotary_dim", 2 * (R or D)) // 2 if "rotary_dim" in options else R
-    inputs = _inputs(D=D, R=columns, dtype=dtype, grad=False)
+    inputs = _inputs(D=D, R=columns, dtype=dtype)
     got, want = tigon.qk_norm_rope(*inputs, **options), _in_turn(*inputs, **options)
     assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
@@ -72,13 +63,13 @@ def _raw(q, k, q_weight, k_weight, cos, sin, eps=1e-6, **options):
 
 @pytest.mark.parametrize("call, message", refusals(BAD))
 def test_refusals(call, message, device):
-    inputs = _inputs(device=device, grad=False)
+    inputs = _inputs(device=device)
     names = dict(zip("qkuvcs", inputs, strict=True))
     refused(call, message, _raw=_raw, a=inputs, r=inputs[2:], **names)
 
 
 def test_more_than_1024_columns_run_the_reference(device):
-    inputs = _inputs(D=1040, R=16, device=device, grad=False)
+    inputs = _inputs(D=1040, R=16, device=device)
     got, want = tigon.qk_norm_rope(*inputs), reference(*inputs)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from calls import call
-from checks import same_bits
+from calls import call, freed
+from checks import outputs_of, same_bits
 
 import tigon
 from cases.case import lay_out
@@ -28,13 +28,6 @@ def draw(name):
         "swiglu": gates | {"gate_multiplier": 0.5, "down_multiplier": 2.0},
         "geglu": gates,
     }[name]
-
-
-def freed(t):
-    """One whose storage is gone."""
-    t = t.detach().clone()
-    t.untyped_storage().resize_(0)
-    return t
 
 
 def tensors(t):
@@ -68,7 +61,7 @@ def outcome(name, arguments):
         y = call(getattr(tigon, name), arguments)
     except Exception as error:
         return [type(error), str(error)]
-    ys = y if isinstance(y, tuple) else (y,)
+    ys = outputs_of(y)
     trained = [t for t in arguments.values() if isinstance(t, torch.Tensor) and t.requires_grad]
     found = [(t.dtype, t.shape, t.stride(), t.requires_grad, t.device, type(t)) for t in ys]
     if trained and ys[0].requires_grad:

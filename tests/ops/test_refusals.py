@@ -22,6 +22,7 @@ BOUNDS = [
     ("softcap teacher_softcap delta tau limit temperature", (0.0, -1.0), ">=? 0"),
     ("softcap teacher_softcap temperature", (INF,), ">=? 0 and finite"),
     ("label_smoothing", (-0.1, 1.5), r"(in \[0, 1\]|0 with)"),
+    ("beta", (-0.1,), r"(> 0 and finite|in \[0, 1\])"),
     ("dropout top_p min_p", (-0.1, 1.5), r"in [\[(]0, 1"),
     ("max_workspace_mb max_peak_mb", (INF,), "finite"),
     ("chunk_rows hidden_size vocab teacher_hidden_size columns iterations", (0, -1), ">= 1"),

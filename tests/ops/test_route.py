@@ -52,12 +52,6 @@ def test_losses_of_transformers(mask, device):
         )
 
 
-def test_balanced_loss_is_top_k(device):
-    logits = 20 * torch.eye(8, device=device).roll(1, 1) + 10 * torch.eye(8, device=device)
-    *_, aux, _ = tigon.route(logits, 2, losses=True)
-    torch.testing.assert_close(aux, torch.tensor(2.0, device=device))
-
-
 def test_equal_experts_come_by_id(device):
     logits = torch.zeros(3, 100, device=device)
     logits[1, 50:] = 1.0

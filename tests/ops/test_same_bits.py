@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import same_bits
+from checks import outputs_of, same_bits
 from heads import head_inputs
 
 import tigon
@@ -52,8 +52,7 @@ def subsets(rows):
 def results(fn, rows):
     """Outputs and gradients of every float of `rows`, a row each; the upstream gradients are by row too."""
     rows = [r.detach().requires_grad_(r.is_floating_point()) for r in rows]
-    outputs = fn(*rows)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    outputs = outputs_of(fn(*rows))
     found = [o.detach() for o in outputs]
     outputs = [o for o in outputs if o.requires_grad]
     upstream = [(o.detach().float().sin() + 0.5).to(o.dtype) for o in outputs]

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from checks import outputs_of
 from torch import func
 
 import tigon
@@ -36,8 +37,7 @@ def _closed(module, case, dtype=torch.float32):
         args, kwargs = list(inputs.args), dict(inputs.kwargs)
         for place, value in zip(places, values, strict=True):
             (args if isinstance(place, int) else kwargs)[place] = value
-        outputs = module.tigon_fn(*args, **kwargs)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        outputs = outputs_of(module.tigon_fn(*args, **kwargs))
         return sum((out.double() * _weights(out)).sum() for out in outputs if out.is_floating_point())
 
     return total, leaves

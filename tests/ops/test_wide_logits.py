@@ -56,18 +56,6 @@ def test_results_have_the_error_of_float32(name, dtype, device):
     assert error <= 2e-6 and narrow_error >= 5 * error
 
 
-@pytest.mark.parametrize("keep_mb", [None, 0, 2e-3])
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("entropy", [False, True])
-def test_log_prob_with_everything(entropy, lora, keep_mb, device):
-    hidden, weight, target = head_inputs(30, dtype=torch.bfloat16, device=device)
-    options = {**WIDE, "entropy": entropy, "keep_mb": keep_mb, "chunk_rows": None if keep_mb else 7}
-    if lora:
-        a, b = torch.randn(3, 16, device=device).bfloat16(), torch.randn(40, 3, device=device).bfloat16()
-        options["lora"] = (a.requires_grad_(), b.requires_grad_(), 0.25)
-    compare(LOG_PROB, reference, (hidden, weight, target), options, noise=16 * 2.0**-8)
-
-
 def test_float32_is_as_without(device):
     args = head_inputs(device=device)
     assert all(same_bits(a, b) for a, b in zip(run(LOSS, args, WIDE), run(LOSS, args, {}), strict=True))

@@ -13,7 +13,7 @@ import calls
 import numpy as np
 import pytest
 import torch
-from checks import same_bits
+from checks import outputs_of, same_bits
 
 import tigon
 import tigon.parallel
@@ -214,22 +214,14 @@ def test_wrong_values(call, dtype):
         assert same_bits(t, before), f"{at} was modified"
 
 
-@pytest.fixture
-def group():
-    """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "linear_log_prob"])
-def test_wrong_values_of_sharded_losses(name, group):
+def test_wrong_values_of_sharded_losses(name, one_process):
     """Each is an error of all processes: the storage of a freed tensor is looked at where they agree."""
     call = next(c for c in CALLS if c.name == f"{name} with all")
     function, good = getattr(tigon.parallel, name), call.draw()
     good = {key: value for key, value in good.items() if key in inspect.signature(function).parameters}
-    call, found = calls.Call(name, function, lambda: good | {"group": group}), []
+    call, found = calls.Call(name, function, lambda: good | {"group": one_process}), []
     call()
     for argument, what, arguments in wrong(call):
         if problem := outcome(function, arguments):
@@ -238,7 +230,7 @@ def test_wrong_values_of_sharded_losses(name, group):
         for place, t in places(value):
             if isinstance(t, torch.Tensor):
                 with pytest.raises(tigon.Error, match=rf"^\[parallel\.{name}\] .*{argument}.* was freed"):
-                    call(**{argument: put(value, place, freed(t, t.dtype))})
+                    call(**{argument: put(value, place, calls.freed(t))})
     assert not found, "\n".join(found)
 
 
@@ -249,13 +241,6 @@ def test_wrong_values_of_a_clipping():
             p.grad = torch.ones(3)
             arguments = {"parameters": [p], "max_norm": 1.0} | {name: value}
             assert not outcome(tigon.clip_grad_norm_, arguments), (name, what)
-
-
-def freed(x: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A copy whose storage is gone, as FSDP leaves it."""
-    x = x.detach().to(dtype, copy=True)
-    x.untyped_storage().resize_(0)
-    return x
 
 
 OTHER = {
@@ -270,14 +255,14 @@ def test_freed_storage(call):
     if call.function in (tigon.clip_grad_norm_, tigon.count_labels):
         pytest.skip("reads no values of these tensors")
     good, found = call.draw(), []
-    wide = {name: _wide(value) for name, value in good.items()}
+    wide = {name: calls.converted(value, torch.float64) for name, value in good.items()}
     for name, value in good.items():
         for place, t in places(value):
             if not isinstance(t, torch.Tensor):
                 continue
             for dtype in OTHER.get(t.dtype, (t.dtype,)):
                 base = wide if dtype == torch.float64 else good
-                arguments = base | {name: put(base[name], place, freed(t, dtype))}
+                arguments = base | {name: put(base[name], place, calls.freed(t.to(dtype)))}
                 try:
                     calls.call(call.function, arguments)
                     problem = "returned"
@@ -289,12 +274,6 @@ def test_freed_storage(call):
                     problem = f"{type(error).__name__}: {error}"
                 found += [f"{name}{place} {dtype}: {problem}"[:160]] if problem else []
     assert not found, "\n".join(found)
-
-
-def _wide(value):
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_wide, value))
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def without(value: Any, size: int, dtype: torch.dtype) -> Any:
@@ -347,12 +326,8 @@ def test_numbers_that_require_grad(call):
             except tigon.Error as error:
                 assert re.match(rf"\[\w+\] .*{name}", str(error)), error
                 continue
-            learnt = torch.autograd.grad(_first(result).sum(), value, allow_unused=True)[0]
+            learnt = torch.autograd.grad(outputs_of(result)[0].sum(), value, allow_unused=True)[0]
             assert learnt is not None, f"{name} gets no gradient"
-
-
-def _first(result):
-    return result[0] if isinstance(result, tuple) else result
 
 
 CHANGING = list(
@@ -373,7 +348,7 @@ def test_numbers_that_change_under_compile(call):
     given = {name: value for name, value in good.items() if name not in numbers}
 
     def run(numbers):
-        return _first(call.function(**given, **numbers))
+        return outputs_of(call.function(**given, **numbers))[0]
 
     torch._dynamo.reset()
     compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=True)
