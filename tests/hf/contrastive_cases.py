@@ -1,7 +1,5 @@
 """Contrastive losses of two processes' batches as one."""
 
-import functools
-
 import torch
 import torch.distributed as dist
 from two_processes import case, device_type, rank, refused
@@ -110,13 +108,8 @@ def sentence_transformers_gathers(name, count, options):
     import test_sentence_transformers as single
 
     leaves = [x.detach()[7 * rank() :][:7].requires_grad_() for x in single.columns(count, n=14)]
-    run = single.cached_step if name.startswith("Cached") else single.step
-    if "GIST" in name:
-        guide = [x.detach()[7 * rank() :][:7] for x in single.columns(count + 10, n=14, size=17)[:count]]
-        loss = single.guided(name, gather_across_devices=True, **options)
-        run = functools.partial(single.guided_step, guide=guide)
-    else:
-        loss = getattr(single.losses, name)(single.MODEL, gather_across_devices=True, **options)
+    guide = [x.detach()[7 * rank() :][:7] for x in single.columns(count + 10, n=14, size=17)[:count]]
+    loss, run = single.loss_of(name, gather_across_devices=True, **options), single.step_of(name, guide)
     assert not single.integration._why_not(loss)
     want = run(loss, leaves)
     single.integration.install()
