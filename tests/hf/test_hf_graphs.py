@@ -8,13 +8,23 @@ import copy
 import itertools
 import pickle
 
-import peft
 import pytest
 import torch
 import transformers
-from graph_cases import TOKENS, captured, fp8_follows_the_optimizer, fp8_pair, held, inputs, pair
-from graph_recorder import Recorder, recording
-from tiny import SHARED, make, report_of, same_bits, step, trainer_options
+from graph_cases import (
+    TOKENS,
+    captured,
+    fp8_follows_the_optimizer,
+    fp8_pair,
+    held,
+    inputs,
+    near,
+    pair,
+    same_steps,
+    twins,
+)
+from graph_recorder import Recorder
+from tiny import SHARED, adapted, make, own_loss, report_of, same_bits, step, trainer_options
 from torch import nn
 
 import tigon
@@ -22,11 +32,7 @@ from tigon.graphs import backend
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.graph_arguments import Eagerly, Traits, bucket, sort_out
 
-
-@pytest.fixture(autouse=True)
-def recorder():
-    with recording() as recorder:
-        yield recorder
+pytestmark = pytest.mark.usefixtures("recorder")
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -35,8 +41,7 @@ def recorder():
 @pytest.mark.parametrize("family", ["llama", "llama_bias_tied", "qwen3", "gemma2", "granite"])
 def test_a_replayed_step_is_an_eager_one(family):
     model, twin = pair(family)
-    for seed in range(6):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(6))
     assert held(twin).replays == 4 and held(twin).captures == 1
     assert twin(**inputs()).logits.shape == (2, TOKENS, 97)
 
@@ -72,9 +77,7 @@ def test_shorter_rows_are_padded_to_a_bucket(masks):
 
     for seed, tokens in enumerate([34, 40, 33, 39, 40, 37, 35]):
         got, wanted = step(twin, given(seed, tokens)), step(model, given(seed, tokens))
-        torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
-        for name, gradient in wanted[1].items():
-            torch.testing.assert_close(got[1][name], gradient, rtol=2e-4, atol=2e-5, msg=name)
+        near(got, wanted)
     assert held(twin).captures == 1 and held(twin).replays == 5
     graph = next(iter(held(twin)._graphs.values()))
     kept = {"none": [], "right": [], "left": ["attention_mask"]}.get(masks, ["position_ids"])
@@ -112,10 +115,7 @@ def test_no_row_is_padded_beyond_what_a_model_has():
     options = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 45}
     options["pad_token_id"] = 97  # nor an embedding for this
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train()
-    twin = copy.deepcopy(model)
-    apply(model)
-    apply(twin, graphs=True)
+    model, twin = twins(transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train())
     for tokens in (42, 45, 41, 43):
         got, wanted = step(twin, inputs(1, tokens)), step(model, inputs(1, tokens))
         torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
@@ -130,6 +130,11 @@ def test_buckets():
     assert [bucket(n, (100, 200)) for n in (1, 100, 101, 200, 201)] == [100, 100, 200, 200, 201]
 
 
+def same_gradients(model, twin):
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), name
+
+
 def test_accumulation_and_scaling():
     """The first gradients are not those of the second microbatch; what is upstream of the loss arrives."""
     model, twin = pair()
@@ -138,8 +143,7 @@ def test_accumulation_and_scaling():
         m.zero_grad()
         for seed in range(3):
             (m(**inputs(seed), num_items_in_batch=torch.tensor(40)).loss * (seed + 1) / 3).backward()
-    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad), name
+    same_gradients(model, twin)
 
 
 def test_zeroed_in_place_and_between_forward_and_backward():
@@ -150,8 +154,7 @@ def test_zeroed_in_place_and_between_forward_and_backward():
             loss = m(**inputs(5)).loss
             m.zero_grad(set_to_none=to_none)
             loss.backward()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
+        same_gradients(model, twin)
 
 
 def test_a_step_copies_no_gradient():
@@ -186,12 +189,10 @@ def test_options_of_the_loss_and_numbers():
     """A number of items is no part of a graph; other options are."""
     model, twin = pair()
     for seed in range(8):
-        given = inputs(seed, num_items_in_batch=20 + seed)
-        same_bits(step(twin, given), step(model, given))
+        same_steps((model, twin), [seed], num_items_in_batch=20 + seed)
     assert held(twin).captures == 1
     for smoothing in (0.1, 0.2, 0.1, 0.2, 0.1, 0.2):
-        given = inputs(0, label_smoothing=smoothing)
-        same_bits(step(twin, given), step(model, given))
+        same_steps((model, twin), [0], label_smoothing=smoothing)
     assert held(twin).captures == 3
 
 
@@ -208,26 +209,24 @@ def test_what_a_loss_counts_is_of_the_tokens_given():
     assert held(twin).replays == 3
 
 
-def test_dropout_draws_what_eager_steps_draw():
-    model, twin = pair(attention_dropout=0.3)
-    for m in (model, twin):
+def same_runs(models):
+    """Six steps of both, each run from one seed."""
+    runs = []
+    for m in models:
         torch.manual_seed(3)
-        m.results = [step(m, inputs(seed)) for seed in range(6)]
-    for got, wanted in zip(twin.results, model.results, strict=True):
-        same_bits(got, wanted)
+        runs.append([step(m, inputs(seed)) for seed in range(6)])
+    for one, other in zip(*runs, strict=True):
+        same_bits(one, other)
+
+
+def test_dropout_draws_what_eager_steps_draw():
+    same_runs(pair(attention_dropout=0.3))
 
 
 def test_autocast():
     model, twin = pair()
-    for seed in range(6):
-        results = []
-        for m in (model, twin):
-            m.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = m(**inputs(seed)).loss
-            loss.backward()
-            results.append((loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}))
-        same_bits(results[1], results[0])
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    same_steps((model, twin), range(6), loss_of=autocast(own_loss))
     assert held(twin).replays == 4
     step(twin, inputs(0))
     assert held(twin).captures == 2, "without autocast it is another graph"
@@ -239,8 +238,7 @@ def test_checkpointing(reentrant, caplog):
     for m in (model, twin):
         m.gradient_checkpointing_enable({"use_reentrant": reentrant})
         m.enable_input_require_grads()
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(5))
     assert held(twin).replays == (0 if reentrant else 3)
     assert ("checkpoints are reentrant" in caplog.text) == reentrant
 
@@ -249,8 +247,7 @@ def test_checkpointing(reentrant, caplog):
 def test_recompute(mode):
     model, twin = pair(num_hidden_layers=4)
     report = apply(twin, recompute=mode)
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(5))
     assert held(twin).replays == 3 and "down_proj keep no result" in str(report)
 
 
@@ -258,19 +255,12 @@ def test_recompute(mode):
 def test_checkpoints_with_dropout(where, caplog):
     """The seeds of adapters are drawn once for a layer and its repetition; other dropout runs eagerly."""
     model = make("qwen3", attention_dropout=0.2 * (where == "attention"))
-    options = {"lora_dropout": 0.3, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
-    apply(model)
-    twin = copy.deepcopy(model)
-    apply(twin, graphs=True)
+    model = adapted(model, lora_dropout=0.3, target_modules=["q_proj", "up_proj"])
+    model, twin = twins(model)
     for m in (model, twin):
         m.gradient_checkpointing_enable({"use_reentrant": False})
         m.enable_input_require_grads()
-        m.train()
-        torch.manual_seed(3)
-        m.results = [step(m, inputs(seed)) for seed in range(6)]
-    for got, wanted in zip(twin.results, model.results, strict=True):
-        same_bits(got, wanted)
+    same_runs((model, twin))
     assert held(twin).replays == 4 * (where == "adapters")
     assert ("checkpoints repeat dropout" in caplog.text) == (where == "attention")
 
@@ -313,8 +303,7 @@ def test_a_graph_outlives(event):
         step(m, inputs(20))
         event(m)
     replays = graphs.replays
-    for seed in range(3):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(3))
     assert (graphs.captures, graphs.replays) == (1, replays + 3)
 
 
@@ -328,8 +317,7 @@ def test_two_forwards_before_a_backward(caplog):
         m.zero_grad()
         first, second = m(**inputs(1)).loss, m(**inputs(2)).loss
         (first + 2 * second).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    same_gradients(model, twin)
     assert "an earlier loss of the model waits for its backward" in caplog.text
     kept = twin(**inputs(3))
     del kept
@@ -414,12 +402,9 @@ def test_routers_that_record_or_replay(caplog):
     """The ids are of each forward, and Python reads them."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
     torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHARED | sizes)).train()
-    twin = copy.deepcopy(model)
-    apply(model)
-    apply(twin, graphs=True)
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    config = transformers.Qwen3MoeConfig(**SHARED | sizes)
+    model, twin = twins(transformers.Qwen3MoeForCausalLM(config).train())
+    same_steps((model, twin), range(5))
     assert held(twin).replays == 3
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(2 * TOKENS * 2)]).view(2, TOKENS, 2, 2)
     replays = held(twin).replays
@@ -432,8 +417,7 @@ def test_routers_that_record_or_replay(caplog):
             same_bits(got, wanted)
         ids = ids.flip(1)
     assert held(twin).replays == replays and "its routers record or replay" in caplog.text
-    for seed in range(3):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(3))
     assert held(twin).replays > replays
 
 
@@ -454,14 +438,12 @@ def test_grad_of_some_parameters():
 def test_a_capture_that_fails(caplog, recorder):
     model, twin = pair()
     recorder.fail = torch.OutOfMemoryError("CUDA out of memory")
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(5))
     assert held(twin).replays == 0
     assert caplog.text.count("not enough memory to capture") == 1
     assert any("not enough memory" in line for line in held(twin).lines())
     recorder.fail = None
-    for seed in range(4):
-        same_bits(step(twin, inputs(seed, 64)), step(model, inputs(seed, 64)))
+    same_steps((model, twin), range(4), 64)
     assert held(twin).replays > 0, "another shape is tried"
 
 
@@ -473,14 +455,13 @@ def test_a_later_shape_is_captured_when_it_comes(what, recorder):
     recorder.left = what == "leaves something"
     recorder.fail = torch.OutOfMemoryError("CUDA out of memory") if what == "does not fit" else None
     recorder.times = itertools.chain([0, 1.0], itertools.cycle([0, 1.5])) if what == "is slower" else None
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed, 64)), step(model, inputs(seed, 64)))
+    same_steps((model, twin), range(5), 64)
     replays = {"does not fit": 2, "is slower": 6}.get(what, 7)
     first = what in ("fits", "is slower")
     shapes = [g.inputs["input_ids"].shape[1] for g in graphs._graphs.values()]
     assert shapes == [TOKENS] * first + [64] * (replays == 7) and graphs.replays == replays
     recorder.left, recorder.fail, captures = False, None, graphs.captures
-    same_bits(step(twin, inputs(1)), step(model, inputs(1)))
+    same_steps((model, twin), [1])
     assert graphs.captures == captures + (not first) and graphs.replays == replays + 1
 
 
@@ -489,7 +470,7 @@ def test_inside_another_capture(monkeypatch):
     captured(twin)
     replays = held(twin).replays
     monkeypatch.setattr(Recorder, "inside", True)
-    same_bits(step(twin, inputs(3)), step(model, inputs(3)))
+    same_steps((model, twin), [3])
     assert held(twin).replays == replays
 
 
@@ -519,21 +500,14 @@ def test_a_parameter_outside_of_the_model_is_seen(caplog):
 )
 def test_calls_that_run_eagerly_say_why(given, reason, caplog):
     model, twin = pair()
-    for seed in range(4):
-        made = inputs(seed, **given)
+
+    def loss_of(m, made):
         if "inputs_embeds" in given:
             ids = made.pop("input_ids")
             made["inputs_embeds"] = model.model.embed_tokens(ids).detach().requires_grad_()
-        results = []
-        for m in (model, twin):
-            m.zero_grad()
-            output = m(**made)
-            loss = output[0]
-            loss.backward()
-            results.append(
-                (loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None})
-            )
-        same_bits(results[1], results[0])
+        return m(**made)[0]
+
+    same_steps((model, twin), range(4), loss_of=loss_of, **given)
     assert held(twin).replays == 0
     assert caplog.text.count(reason) == 1
 
@@ -559,7 +533,7 @@ def test_graphs_are_bounded(caplog, monkeypatch):
     model, twin = pair()
     for _ in range(3):
         for tokens in (8, 33, 41, 49, 57):
-            same_bits(step(twin, inputs(1, tokens, padded=True)), step(model, inputs(1, tokens, padded=True)))
+            same_steps((model, twin), [1], tokens, padded=True)
     assert held(twin).captures == 3 and "it comes in more than 3 shapes" in caplog.text
     for tokens in (33,) * 8 + (57,):
         step(twin, inputs(1, tokens))
@@ -572,8 +546,7 @@ def test_a_graph_that_is_not_faster_goes(graph, stays, recorder, caplog):
     model, twin = pair()
     ticks = itertools.chain([0, 3.0, 0, 1.0], itertools.cycle([0, 1.5, 0, graph]))
     recorder.times = ticks
-    for seed in range(12):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(12))
     assert held(twin).replays == (10 if stays else 4)
     assert ("the device is the limit" in caplog.text) != stays
 
@@ -597,10 +570,8 @@ def test_two_models_and_copies():
     other = copy.deepcopy(twin)
     assert held(other) is not held(twin) and held(other).captures == 0
     third = pickle.loads(pickle.dumps(twin))
-    for seed in range(6):
-        wanted = step(model, inputs(seed))
-        for m in (twin, other, third):
-            same_bits(step(m, inputs(seed)), wanted)
+    for m in (twin, other, third):
+        same_steps((model, m), range(6))
     assert held(other).replays == 4 and held(third).replays == 4
     assert "1 captured" in str(report_of(other))
 
