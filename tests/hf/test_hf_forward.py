@@ -10,7 +10,7 @@ import types
 
 import pytest
 import torch
-from tiny import batch, close, make, same, step
+from tiny import adapted, batch, close, make, same, step
 from torch import nn
 
 from conftest import allocations
@@ -52,16 +52,13 @@ ADAPTERS = {
 @pytest.mark.parametrize("what", ADAPTERS)
 def test_a_step_under_peft_takes_less_than_its_logits(what, when):
     """With the PEFT that is installed, be it one that calls the model (0.21) or its forward (0.18, 0.20)."""
-    peft = pytest.importorskip("peft")
-    options = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
-    config = peft.LoraConfig(**options | ADAPTERS[what])
+    options = {"r": 2, "target_modules": ["q_proj", "down_proj"]} | ADAPTERS[what]
     vocabulary, inputs = 4000, batch(rows=60, tokens=60)  # some chunks of the CPU
 
     def peak(patched):
         model = make(vocab_size=vocabulary, num_hidden_layers=1)
         report = apply(model) if patched and when == "before" else None
-        torch.manual_seed(3)
-        model = peft.get_peft_model(model, config).train()
+        model = adapted(model, **options)
         if patched:
             report = apply(model)
         results.append(step(model, inputs))

@@ -1,15 +1,14 @@
 """LoRA on a base in float8: frozen weights are quantised once, and may be kept as bytes alone."""
 
 import copy
-import io
 
 import peft
 import pytest
+import tiny
 import torch
 from graph_cases import held, inputs
 from graph_recorder import recording
 from test_hf_fp8 import batch, equal, left, model, of_any_size, ratio, step, taken  # noqa: F401
-from tiny import step as graph_step
 
 import tigon
 from tigon import _fp8_bytes
@@ -17,15 +16,12 @@ from tigon.integrations.transformers import apply, undo
 from tigon.ops import fp8_linear
 from tigon.ops.fp8_weight import Fp8Weight
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FP8 = {"fp8": "rowwise"}
 ONLY = FP8 | {"fp8_base_only": True}
 
 
 def adapted(dtype=torch.float32, **options):
-    torch.manual_seed(5)
-    options = {"r": 4, "target_modules": ALL, "init_lora_weights": False} | options
-    return peft.get_peft_model(model().to(dtype), peft.LoraConfig(**options)).train()
+    return tiny.adapted(model().to(dtype), **options)
 
 
 def bases(wrapped):
@@ -259,10 +255,7 @@ class TestBytesOnly:
     def test_loaded_and_copied(self):
         wrapped, stock = self.pair()
         expected = step(wrapped)
-        buffer = io.BytesIO()
-        torch.save(wrapped, buffer)
-        buffer.seek(0)
-        for other in (copy.deepcopy(wrapped), torch.load(buffer, weights_only=False)):
+        for other in (copy.deepcopy(wrapped), tiny.loaded(wrapped)):
             close(step(other), expected)
             other.load_state_dict({n: t * 2 if "base" in n else t for n, t in stock.state_dict().items()})
             assert not equal(step(other), expected)
@@ -280,7 +273,7 @@ class TestBytesOnly:
                 if seed == 5:
                     for m in (wrapped, twin):
                         m.load_state_dict({n: t * 1.5 for n, t in m.state_dict().items()})
-                some, others = (graph_step(m, inputs(seed)) for m in (wrapped, twin))
+                some, others = (tiny.step(m, inputs(seed)) for m in (wrapped, twin))
                 close(*({"loss": loss} | grads for loss, grads in (some, others)))
             assert held(twin).captures == 2 and held(twin).replays >= 4
 

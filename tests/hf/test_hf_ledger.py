@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from tiny import batch, make, step
+from tiny import adapted, batch, make, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
@@ -164,13 +164,7 @@ def test_only_plain_projections():
 
 
 def test_lora(watch):
-    peft = pytest.importorskip("peft")
-    model = make(num_hidden_layers=LAYERS)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["down_proj"], lora_dropout=0.0))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
+    model = adapted(make(num_hidden_layers=LAYERS), target_modules=["down_proj"])
     tigon.apply(model)
     _, expected, _, _ = train(model, batch(), watch)
     _, gradients, gone, _ = train(model, batch(), watch)
