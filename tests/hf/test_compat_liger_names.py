@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import tigon
-from tigon.integrations import liger
 
 APPLY = (
     "gemma gemma2 gemma3 gemma3_text glm4 glm4v glm4v_moe granite internvl llama llama4 llava mistral "
@@ -42,13 +41,6 @@ NAMES = {
     "ops.backends.registry": "IMPL_REGISTRY",
     "utils": "PEFT_AVAILABLE is_npu_available",
 }
-
-
-@pytest.fixture
-def facade():
-    liger.install()
-    yield importlib.import_module("liger_kernel")
-    liger.uninstall()
 
 
 def found(path, name):

@@ -243,6 +243,7 @@ def test_first_values_of_parameters():
     assert dyt.alpha.tolist() == [0.5] and not dyt.beta.any()
     assert poly_norm.bias.shape == () and poly_norm.bias == 1
     assert torch.equal(poly_norm.weight, torch.full((3,), 1 / 3))
+    assert LM.LigerRMSNorm(8, elementwise_affine=False)(drawn(2, 8)).shape == (2, 8)
 
 
 def test_a_subclass_of_the_base_brings_its_passes():

@@ -1,6 +1,7 @@
-"""tigon.transformers: modules of a configuration equal the models' own, and load their weights."""
+"""Modules of a configuration, tigon's and those of Liger's names: the models' own, with their weights."""
 
 import importlib
+import pickle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny import close, config, make
 
 import tigon
 from tigon import transformers as tt
+from tigon.integrations.liger import modules as liger
 
 
 def theirs(path):
@@ -19,17 +21,21 @@ def theirs(path):
 @pytest.mark.parametrize(
     "ours, other, family",
     [
-        ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama"),
-        ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama_bias_tied"),
-        ("GatedMLP", "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
-        ("FusedGatedMLP", "phi3.modeling_phi3.Phi3MLP", "phi3"),
+        (tt.GatedMLP, "llama.modeling_llama.LlamaMLP", "llama"),
+        (tt.GatedMLP, "llama.modeling_llama.LlamaMLP", "llama_bias_tied"),
+        (tt.GatedMLP, "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
+        (tt.FusedGatedMLP, "phi3.modeling_phi3.Phi3MLP", "phi3"),
+        (liger.LigerSwiGLUMLP, "llama.modeling_llama.LlamaMLP", "llama"),
+        (liger.LigerMLP, "llama.modeling_llama.LlamaMLP", "llama"),
+        (liger.LigerPhi3SwiGLUMLP, "phi3.modeling_phi3.Phi3MLP", "phi3"),
     ],
 )
 def test_mlps(ours, other, family):
-    stock, mine = theirs(other)(config(family)), getattr(tt, ours)(config(family))
+    stock, mine = theirs(other)(config(family)), ours(config(family))
     mine.load_state_dict(stock.state_dict())
     x = torch.randn(3, 32, requires_grad=True)
     close(mine(x), stock(x))
+    assert torch.equal(pickle.loads(pickle.dumps(mine))(x), mine(x))
     for one, two in zip(mine.parameters(), stock.parameters(), strict=True):
         grads = [torch.autograd.grad(m(x).square().sum(), p)[0] for m, p in ((mine, one), (stock, two))]
         close(*grads, ulps=256)
@@ -37,10 +43,15 @@ def test_mlps(ours, other, family):
 
 @pytest.mark.parametrize(
     "ours, other",
-    [("RMSNorm", "llama.modeling_llama.LlamaRMSNorm"), ("GemmaRMSNorm", "gemma.modeling_gemma.GemmaRMSNorm")],
+    [
+        (tt.RMSNorm, "llama.modeling_llama.LlamaRMSNorm"),
+        (tt.GemmaRMSNorm, "gemma.modeling_gemma.GemmaRMSNorm"),
+        (liger.LigerRMSNorm, "llama.modeling_llama.LlamaRMSNorm"),
+        (liger.LigerRMSNormForGemma2, "gemma2.modeling_gemma2.Gemma2RMSNorm"),
+    ],
 )
 def test_norms(ours, other):
-    one, two = getattr(tt, ours)(16, eps=1e-5), theirs(other)(16, eps=1e-5)
+    one, two = ours(16, eps=1e-5), theirs(other)(16, eps=1e-5)
     assert torch.equal(one.weight, two.weight)
     with torch.no_grad():
         two.weight.add_(0.1 * torch.randn(16))
