@@ -255,10 +255,9 @@ def fsdp2_qk_norm(unit, checkpointed):
     if unit:
         for layer in model.model.layers:
             fully_shard(layer.self_attn, mesh=mesh())
-    calls, op = [], qk_norm.qk_norm_rope
-    with mock.patch.object(qk_norm, "qk_norm_rope", lambda *args, **kw: calls.append(1) or op(*args, **kw)):
+    with mock.patch.object(qk_norm, "qk_norm_rope", wraps=qk_norm.qk_norm_rope) as op:
         two_steps(shard(model, "root"), losses, want)
-    assert len(calls) == (8 if checkpointed else 4)
+    assert op.call_count == (8 if checkpointed else 4)
 
 
 SAVED = [torch.ops.aten.mm.default]

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from packaging.version import Version
-from tiny import assert_as_good, batch, close, double, make
+from tiny import InDouble, assert_as_good, batch, close, double, make
 from tiny import step as model_step
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from variants import variant
 
 import tigon
@@ -93,18 +92,6 @@ def step(model, x, *given):
     total = sum((t * s).sum() for t, s in zip((logits, ordered), slopes, strict=True))
     gradients = torch.autograd.grad(total, leaves)
     return [logits.detach(), ordered.detach(), ids, *gradients]
-
-
-class InDouble(TorchFunctionMode):
-    """Casts to float32 become casts to float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wide(value):
-            return torch.float64 if value is torch.float32 else value
-
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
 def exact_step(model, x, *given):

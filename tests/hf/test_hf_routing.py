@@ -2,12 +2,11 @@
 
 import base64
 import copy
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHARED, VOCABULARY, batch, same_bits, step, unequal
+from tiny import SHARED, VOCABULARY, batch, loaded, same_bits, step, unequal
 
 import tigon
 
@@ -173,10 +172,7 @@ def test_copies_and_undo():
     with tigon.replay_routing(model, routed):
         assert unequal(step(model, inputs), own)
         same_bits(step(copy.deepcopy(model), inputs), own)
-        data = io.BytesIO()
-        torch.save(model, data)
-        data.seek(0)
-        same_bits(step(torch.load(data, weights_only=False), inputs), own)
+        same_bits(step(loaded(model), inputs), own)
     tigon.undo(model)
     with pytest.raises(tigon.Error, match=r"model must have routers that tigon.apply"):
         tigon.record_routing(model)
