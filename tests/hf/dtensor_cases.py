@@ -273,9 +273,8 @@ def dtensor_norm_module():
 def losses_of_sharded_log_prob(dtensor_weight):
     """Policy gradients and preferences on a sharded head (docs/distributed.md): those of the whole one."""
     p = problem(torch.float32, 35)
-    tokens = (
-        p["target"].T.clamp(min=0)[:2].contiguous()
-    )  # [2, S]: an answer that was chosen, one that was not
+    # [2, S]: an answer that was chosen, one that was not.
+    tokens = p["target"].T.clamp(min=0)[:2].contiguous()
     hidden = p["hidden"].transpose(0, 1)[:2].contiguous()
     mask, ref = p["target"].T[:2] >= 0, torch.tensor([-40.0, -50.0])
     advantage = torch.tensor([0.7, -0.4])

@@ -81,8 +81,7 @@ def lora_tensor_parallel():
     assert len(left) == 4 and all("tensor parallel" in reason for reason in left), report
     got, gradients = step(model, data(0))
     close(full(got), full(loss))
-    for name, gradient in want.items():
-        close(full(gradients[name]), full(gradient), ulps=512)
+    close(*({name: full(g) for name, g in one.items()} for one in (gradients, want)), ulps=512)
 
 
 @case(needs="peft")

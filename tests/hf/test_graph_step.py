@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from graph_recorder import Recorder
+from tiny import close
 from torch import nn
 
 import tigon
@@ -58,8 +59,7 @@ def test_a_step_is_an_eager_one(zero):
         wanted, got = train(*data(seed)), step(*data(seed))
         assert torch.equal(got["loss"], wanted["loss"].detach()) and not got["loss"].requires_grad
         assert torch.equal(got["twice"][0], 2 * got["loss"])
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p, q)
+        close([*model.parameters()], [*twin.parameters()], ulps=0)
     replays = 6 if zero == "end" else 4  # gradients were there: it waits for a call without
     assert step.replays == replays
     assert any(f"captured, {replays} replays" in line for line in tigon.env().graphs)

@@ -36,9 +36,7 @@ def test_mlps(ours, other, family):
     x = torch.randn(3, 32, requires_grad=True)
     close(mine(x), stock(x))
     assert torch.equal(pickle.loads(pickle.dumps(mine))(x), mine(x))
-    for one, two in zip(mine.parameters(), stock.parameters(), strict=True):
-        grads = [torch.autograd.grad(m(x).square().sum(), p)[0] for m, p in ((mine, one), (stock, two))]
-        close(*grads, ulps=256)
+    close(*(torch.autograd.grad(m(x).square().sum(), [*m.parameters()]) for m in (mine, stock)), ulps=256)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +78,14 @@ def test_causal_lm_loss(given, count):
     wanted = ForCausalLMLoss(hidden @ weight.T, labels, 31, count, shift_labels=shifted)
     got = tt.causal_lm_loss(hidden, weight, labels, num_items_in_batch=count, shift_labels=shifted)
     close(got, wanted)
-    for one, two in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (got, wanted)), strict=True):
-        close(one, two, ulps=256)
+    close(*(torch.autograd.grad(x, (hidden, weight)) for x in (got, wanted)), ulps=256)
 
 
 def test_rotary():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k, angle = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8)
-    for one, two in zip(
-        *(f(q, k, angle.cos(), angle.sin()) for f in (tt.apply_rotary_pos_emb, apply_rotary_pos_emb)),
-        strict=True,
-    ):
-        close(one, two)
+    close(*(f(q, k, angle.cos(), angle.sin()) for f in (tt.apply_rotary_pos_emb, apply_rotary_pos_emb)))
 
 
 @pytest.mark.parametrize("positions", [None, "packed"])
@@ -108,8 +101,7 @@ def test_rotary_modules_are_the_models_own(positions):
     tables = qwen3.Qwen3RotaryEmbedding(settings)(q, ids)
     given = None if positions is None else ids
     rotary = tt.RotaryEmbedding(8, 5000.0)
-    for one, two in zip(rotary(q, k, given), qwen3.apply_rotary_pos_emb(q, k, *tables), strict=True):
-        close(one, two)
+    close(rotary(q, k, given), qwen3.apply_rotary_pos_emb(q, k, *tables))
     close(rotary(q, None, given), rotary(q, k, given)[0])
     turned = tt.RotaryEmbedding(8, 5000.0, unsqueeze_dim=2)(q.transpose(1, 2), k.transpose(1, 2), given)
     close(turned[1].transpose(1, 2), rotary(q, k, given)[1])
@@ -121,14 +113,12 @@ def test_rotary_modules_are_the_models_own(positions):
             weight.copy_(norm.weight)
     got = both(q, k, given)
     wanted = qwen3.apply_rotary_pos_emb(norms[0](q), norms[1](k), *tables)
-    for one, two in zip(got, wanted, strict=True):
-        close(one, two)
+    close(got, wanted)
     grads = [
         torch.autograd.grad(y[0].cos().sum(), (q, w))
         for y, w in ((got, both.q_weight), (wanted, norms[0].weight))
     ]
-    for one, two in zip(*grads, strict=True):
-        close(one, two, ulps=256)
+    close(*grads, ulps=256)
     close(both(q, None, given), got[0])
 
 

@@ -1,6 +1,7 @@
 """What people do with a model keeps working after apply."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -49,8 +50,7 @@ def test_accumulation_over_micro_batches(device):
     for rows in (slice(0, 1), slice(1, 4)):
         part = {name: tensor[rows] for name, tensor in whole.items()}
         model(**part, num_items_in_batch=count).loss.backward()
-    for name, parameter in model.named_parameters():
-        close(parameter.grad, wanted[name], ulps=256)
+    close({name: p.grad for name, p in model.named_parameters()}, wanted, ulps=256)
 
 
 # --- torch.compile ---------------------------------------------------------------------------
@@ -154,23 +154,12 @@ LORA = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", LORA)
 def test_lora(what, when, device):
-    inputs = batch(device)
-
-    def build(patch):
-        model = make(device=device)
-        if patch == "before":
-            reports.append(apply(model))
-        model = adapted(model, r=2, lora_alpha=4, **LORA[what])
-        if patch == "after":
-            reports.append(apply(model))
-        return model
-
-    reports = []
-    wanted = step(build(None), inputs)
-    model = build(when)
-    got = step(model, inputs)
-    same(got, wanted, ulps=512)
-    report = reports[0]
+    inputs, base = batch(device), make(device=device)
+    wanted = step(adapted(copy.deepcopy(base), **LORA[what]), inputs)
+    report = apply(base) if when == "before" else None
+    model = adapted(base, **LORA[what])
+    report = apply(model) if when == "after" else report
+    same(step(model, inputs), wanted, ulps=512)
     if what == "bias_on_head":
         assert report.head_calls.fused == 0  # more than two matmuls: logits
     else:
@@ -188,8 +177,7 @@ def test_lora_on_the_head_in_all_its_states(device):
     inputs = batch(device)
 
     def states(model):
-        torch.manual_seed(5)
-        model = peft.get_peft_model(model, config).train()
+        model = adapted(model, target_modules=["lm_head"])
         model.add_adapter("other", config)
         model.add_adapter("dropped", dropped)
         report = apply(model) if patch else None

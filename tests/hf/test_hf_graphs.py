@@ -14,6 +14,7 @@ import transformers
 from graph_cases import (
     TOKENS,
     captured,
+    captured_pair,
     fp8_follows_the_optimizer,
     fp8_pair,
     held,
@@ -24,7 +25,7 @@ from graph_cases import (
     twins,
 )
 from graph_recorder import Recorder
-from tiny import SHARED, adapted, make, own_loss, report_of, same_bits, step, trainer_options
+from tiny import SHARED, adapted, close, make, own_loss, report_of, same_bits, step, trainer_options
 from torch import nn
 
 import tigon
@@ -104,8 +105,7 @@ def test_another_label_that_is_ignored():
     for seed in range(5):
         given = inputs(seed, 27, ignore_index=5)
         given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 5)
-        got, wanted = step(twin, given), step(model, given)
-        torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
+        near(step(twin, given), step(model, given))
     assert held(twin).replays == 3
 
 
@@ -117,8 +117,7 @@ def test_no_row_is_padded_beyond_what_a_model_has():
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     model, twin = twins(transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train())
     for tokens in (42, 45, 41, 43):
-        got, wanted = step(twin, inputs(1, tokens)), step(model, inputs(1, tokens))
-        torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
+        near(step(twin, inputs(1, tokens)), step(model, inputs(1, tokens)))
     assert held(twin).replays == 2
 
 
@@ -137,8 +136,7 @@ def same_gradients(model, twin):
 
 def test_accumulation_and_scaling():
     """The first gradients are not those of the second microbatch; what is upstream of the loss arrives."""
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     for m in (model, twin):
         m.zero_grad()
         for seed in range(3):
@@ -147,8 +145,7 @@ def test_accumulation_and_scaling():
 
 
 def test_zeroed_in_place_and_between_forward_and_backward():
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     for to_none in (False, True, False):
         for m in (model, twin):
             loss = m(**inputs(5)).loss
@@ -159,8 +156,7 @@ def test_zeroed_in_place_and_between_forward_and_backward():
 
 def test_a_step_copies_no_gradient():
     """A parameter takes the graph's memory for its gradient."""
-    _, twin = pair()
-    graphs = captured(twin)
+    _, twin, graphs = captured_pair()
     twin.zero_grad()
     twin(**inputs(9)).loss.backward()
     graph = next(iter(graphs._graphs.values()))
@@ -169,8 +165,7 @@ def test_a_step_copies_no_gradient():
 
 
 def test_gradients_that_somebody_holds_keep_their_values(caplog):
-    _, twin = pair()
-    captured(twin)
+    _, twin, _ = captured_pair()
     step(twin, inputs(7))
     held_before = {n: p.grad for n, p in twin.named_parameters()}
     values = {n: g.clone() for n, g in held_before.items()}
@@ -295,8 +290,7 @@ def _load(model):
     ids=["eval", "generate", "optimizer", "load_state_dict", "state_dict", "deepcopy", "pickle"],
 )
 def test_a_graph_outlives(event):
-    model, twin = pair()
-    graphs = captured(twin)
+    model, twin, graphs = captured_pair()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         q.grad = p.grad = None
     for m in (model, twin):
@@ -311,8 +305,7 @@ def test_a_graph_outlives(event):
 
 
 def test_two_forwards_before_a_backward(caplog):
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     for m in (model, twin):
         m.zero_grad()
         first, second = m(**inputs(1)).loss, m(**inputs(2)).loss
@@ -327,8 +320,7 @@ def test_two_forwards_before_a_backward(caplog):
 
 
 def test_logits_are_values():
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     out, wanted = twin(**inputs(3)), model(**inputs(3))
     assert torch.equal(out.logits + 0, wanted.logits + 0)
     assert torch.equal(out.logits.argmax(-1), wanted.logits.argmax(-1))
@@ -371,8 +363,7 @@ def test_a_program_that_uses_logits(use, caplog):
 
 
 def test_a_second_backward_is_refused_in_words():
-    _, twin = pair()
-    captured(twin)
+    _, twin, _ = captured_pair()
     loss = twin(**inputs(3)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(tigon.Error, match="differentiated once"):
@@ -384,8 +375,7 @@ def test_a_second_backward_is_refused_in_words():
 @pytest.mark.parametrize("change", ["step", "data"])
 def test_parameters_that_change_before_the_backward(change):
     """A backward would read the new values, or memory that is freed."""
-    _, twin = pair()
-    captured(twin)
+    _, twin, _ = captured_pair()
     loss = twin(**inputs(3)).loss
     if change == "step":
         for p in twin.parameters():
@@ -422,17 +412,15 @@ def test_routers_that_record_or_replay(caplog):
 
 
 def test_grad_of_some_parameters():
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     found = []
     for m in (model, twin):
         m.zero_grad()
         found.append(torch.autograd.grad(m(**inputs(3)).loss, [m.model.norm.weight, m.lm_head.weight]))
-    for got, wanted in zip(*found, strict=True):
-        assert torch.equal(got, wanted)
+    close(*found, ulps=0)
     values = [g.clone() for g in found[1]]
     step(twin, inputs(5))
-    assert all(torch.equal(g, v) for g, v in zip(found[1], values, strict=True))
+    close([*found[1]], values, ulps=0)
 
 
 def test_a_capture_that_fails(caplog, recorder):
@@ -450,8 +438,7 @@ def test_a_capture_that_fails(caplog, recorder):
 @pytest.mark.parametrize("what", ["fits", "leaves something", "does not fit", "is slower"])
 def test_a_later_shape_is_captured_when_it_comes(what, recorder):
     """An eager call would need memory beside the pool; what cannot live beside other graphs ends them."""
-    model, twin = pair()
-    graphs = captured(twin)
+    model, twin, graphs = captured_pair()
     recorder.left = what == "leaves something"
     recorder.fail = torch.OutOfMemoryError("CUDA out of memory") if what == "does not fit" else None
     recorder.times = itertools.chain([0, 1.0], itertools.cycle([0, 1.5])) if what == "is slower" else None
@@ -466,8 +453,7 @@ def test_a_later_shape_is_captured_when_it_comes(what, recorder):
 
 
 def test_inside_another_capture(monkeypatch):
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     replays = held(twin).replays
     monkeypatch.setattr(Recorder, "inside", True)
     same_steps((model, twin), [3])
@@ -565,8 +551,7 @@ def test_the_report_and_the_environment_say_it(caplog):
 
 def test_two_models_and_copies():
     """Each has graphs of its own; a copy begins without."""
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     other = copy.deepcopy(twin)
     assert held(other) is not held(twin) and held(other).captures == 0
     third = pickle.loads(pickle.dumps(twin))

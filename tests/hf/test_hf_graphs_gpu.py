@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from graph_cases import fp8_follows_the_optimizer, fp8_pair, held, inputs, pair, twins
-from tiny import VOCABULARY, adapted, make, same_bits, step
+from tiny import VOCABULARY, adapted, close, make, same_bits, step
 
 import tigon
 from tigon.graphs.backend import CudaBackend
@@ -314,8 +314,7 @@ def test_autocast_and_a_scaler(dtype):
             scaler.update()
             optimizer.zero_grad()
         assert torch.equal(*losses)
-    for p, q in zip(*(m.parameters() for m in models), strict=True):
-        assert torch.equal(p, q)
+    close(*([*m.parameters()] for m in models), ulps=0)
     assert held(models[1]).replays >= 5
 
 
@@ -329,8 +328,7 @@ def test_a_decoder_below_a_loss_of_the_program():
     for seed in range(8):
         wanted, got = (step(m, on_gpu(seed, 27), loss_of) for m in models)
         torch.testing.assert_close(got[0], wanted[0], rtol=2e-3, atol=2e-3)
-        for name, gradient in wanted[1].items():
-            torch.testing.assert_close(got[1][name], gradient, rtol=5e-2, atol=5e-3, msg=name)
+        torch.testing.assert_close(got[1], wanted[1], rtol=5e-2, atol=5e-3)
     assert vars(models[1].model)[GRAPHS].replays == 6
 
 

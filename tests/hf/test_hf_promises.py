@@ -76,18 +76,9 @@ PARTS = {
     "layers again": (lambda: make(num_hidden_layers=2), {"recompute": 0.5}, ""),
     "graphs": (make, {"graphs": True}, "norm"),
 }
-DOUBLE = (
-    "llama",
-    "gemma",
-    "gemma2",
-    "phi3",
-    "qwen3",
-    "mixtral",
-    "lora",
-    "lora with biases",
-    "dora",
-)  # of stock
-GPU = ("llama", "gemma2", "phi3", "qwen3", "lora", "lora with biases", "dora")
+LORAS = ("lora", "lora with biases", "dora")
+DOUBLE = ("llama", "gemma", "gemma2", "phi3", "qwen3", "mixtral", *LORAS)  # of stock
+GPU = ("llama", "gemma2", "phi3", "qwen3", *LORAS)
 EAGER = ("deepseek_v4", "bytes alone", "graphs")  # compiled, stock of the first has more gradients
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from test_hf_models_table import build, table
-from tiny import adapted, assert_step_as_good, batch, close, double, make, step, with_uneven_norms
+from tiny import adapted, assert_step_as_good, batch, close, double, make, same, step, with_uneven_norms
 from tiny_config import tiny_config
 from torch import nn
 from variants import variant
@@ -116,10 +116,8 @@ def test_lora_on_the_projections_and_a_norm_to_save(device, calls):
     inputs = batch(device)
     wanted = step(model, inputs)
     apply(model)
-    got = step(model, inputs)
+    same(step(model, inputs), wanted, ulps=64)
     assert not calls  # PEFT's wrapper of q_norm is no norm
-    for name, grad in wanted[1].items():
-        close(got[1][name], grad)
     model = adapted(make("qwen3", device=device), target_modules=["q_proj"])
     apply(model)
     step(model, inputs)

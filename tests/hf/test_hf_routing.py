@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tiny import SHARED, VOCABULARY, batch, loaded, same_bits, step, unequal
 
 import tigon
+from tigon.integrations.transformers.routing import _routers
 
 L, E, K = 3, 8, 2
 COMMON = {**SHARED, "num_hidden_layers": L}
@@ -75,22 +76,11 @@ def test_own_record(name):
 def test_foreign_ids(name):
     """Every router's weights are those of its live scores at the given ids, and it gets a gradient."""
     model, inputs, routed = model_of(name), batch(), drawn(2, 11)
-    seen = {}
-
-    def look(layer):
-        def hook(module, args, out):
-            seen[layer] = out
-
-        return hook
-
-    from tigon.integrations.transformers.routing import _routers
-
-    routers = _routers("test", model)
-    handles = [module.register_forward_hook(look(layer)) for module, layer in routers]
+    routers, seen = _routers("test", model), {}
+    for module, layer in routers:
+        module.register_forward_hook(lambda module, args, out, layer=layer: seen.update({layer: out}))
     with tigon.replay_routing(model, routed):
         step(model, inputs)
-    for handle in handles:
-        handle.remove()
     for module, layer in routers:
         logits, weights, ids = seen[layer]
         assert torch.equal(ids, routed[:, :, layer].flatten(0, 1))
@@ -156,12 +146,8 @@ def test_engines_forms():
         given = [routed[0, :6].numpy(), routed[1, :8].numpy()]
         positions = (mask.cumsum(1) - 1).clamp(0)
         with tigon.replay_routing(model, given, offset=starts if left else 0):
-            losses.append(
-                step(
-                    model,
-                    {"input_ids": ids, "labels": labels, "attention_mask": mask, "position_ids": positions},
-                )
-            )
+            more = {"attention_mask": mask, "position_ids": positions}
+            losses.append(step(model, {"input_ids": ids, "labels": labels} | more))
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
 
 

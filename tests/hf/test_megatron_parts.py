@@ -1,6 +1,7 @@
 """tigon.megatron without Megatron: its functions, norms, and `apply` on classes of Megatron's names."""
 
 import copy
+import functools
 import types
 
 import pytest
@@ -368,10 +369,7 @@ def step(model, **options):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def same(got, want):
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+same = functools.partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -389,7 +387,7 @@ def test_stand_in(tied):
     calls = report.head_calls
     assert (calls.lazy, calls.fused, calls.materialised) == (1, 1, 0)
     assert type(model(IDS)) is torch.Tensor  # without labels: logits
-    torch.testing.assert_close(model(IDS), logits, rtol=2e-5, atol=2e-5)
+    same(model(IDS), logits)
     with pytest.raises(tigon.Error, match="without Tigon"):
         tm.apply(model)
     assert model.config is config and not config.use_te_activation_func
@@ -512,9 +510,7 @@ def test_main_grad(dtype, tied, keep_mb):
     tm.apply(model, keep_mb=keep_mb)
     found = fused_gradients(model, weight, dtype, zeros=tied)
     same(step(model)[:1], stock[:1])
-    for name, p in model.named_parameters():
-        if p is not weight:
-            torch.testing.assert_close(p.grad, others[name], rtol=2e-5, atol=2e-5)
+    same({name: p.grad for name, p in model.named_parameters() if p is not weight}, others)
     (flag, main_grad, dummy), *more = found  # once, when the sum was made
     assert flag and not more
     # Of a tied weight the embedding's share is in the gradient that arrives.
@@ -533,7 +529,7 @@ def test_main_grad_without_the_flag():
     model.output_layer.gradient_accumulation_fusion = True
     step(model)
     assert weight.grad is None  # as Megatron's own layer leaves it
-    torch.testing.assert_close(weight.main_grad, want, rtol=2e-5, atol=2e-5)
+    same(weight.main_grad, want)
 
 
 def test_main_grad_of_a_head_alone():
@@ -547,7 +543,7 @@ def test_main_grad_of_a_head_alone():
     step(model)
     (flag, main_grad, dummy), *more = found
     assert flag and not more and not dummy.any()
-    torch.testing.assert_close(main_grad - 2.0, want, rtol=2e-5, atol=2e-5)
+    same(main_grad - 2.0, want)
 
 
 def test_frozen_weight():
