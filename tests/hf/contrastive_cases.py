@@ -1,5 +1,7 @@
 """Contrastive losses of two processes' batches as one."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from two_processes import case, device_type, rank, refused
@@ -62,6 +64,7 @@ def contrastive_group_refuses():
     q, d = (torch.randn(rows + rank(), 8) for rows in (4, 9))
     refused(lambda: tigon.contrastive_loss(q, d, group=world), "the number of rows must be the same")
     q, other = q[:4], f"in process {1 - rank()}"
+    call = functools.partial(tigon.contrastive_loss, q, d, group=world)
     differ = {"symmetric": (True, False), "temperature": (0.05, torch.tensor(0.06)), "margin": (0.1, None)}
     differ |= {"relative_margin": (True, False), "sizes": ((4, 8), (8, 4)), "size_weights": ((2.0,), None)}
     differ |= {"normalize": (True, False), "reduction": ("sum", "mean"), "labels": (torch.arange(4), None)}
@@ -71,24 +74,16 @@ def contrastive_group_refuses():
         given[name] = values[rank()]
         if name == "temperature" and device_type() != "cpu":  # nobody reads it on the host
             given[name] = float(given[name])
-        refused(
-            lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
-            "the options must be the same",
-            name,
-            other,
-        )
+        refused(functools.partial(call, **given), "the options must be the same", name, other)
     bad = {"temperature": -1.0, "sizes": (9,), "labels": torch.arange(3), "margin": "x", "reduction": "no"}
     for name, value in bad.items():
         given = {name: value} if first else {}
-        refused(
-            lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
-            name if first else "process 0 of the group has refused",
-        )
+        refused(functools.partial(call, **given), name if first else "process 0 of the group has refused")
     refused(lambda: tigon.contrastive_loss(q if first else None, d, group=world), *(["refused"] * first))
     for frozen in range(2):
         leaves = [x.clone().requires_grad_(i != frozen or first) for i, x in enumerate((q, d))]
         refused(lambda leaves=leaves: tigon.contrastive_loss(*leaves, group=world), "require grad must be")
-    assert tigon.contrastive_loss(q, d, group=world).isfinite()
+    assert call().isfinite()
 
 
 @case(

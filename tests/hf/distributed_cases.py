@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers_cases  # noqa: F401
-from tiny import VOCABULARY, adapted, close, make, step
+from tiny import VOCABULARY, adapted, apply_around, close, make, step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -75,14 +75,12 @@ from tigon.integrations.transformers import apply, qk_norm
     find_unused=({"find_unused_parameters": True},),
     static_graph=({"static_graph": True},),
     bucket_views=({"gradient_as_bucket_view": True},),
-    apply_after_wrapping=({}, True),
+    apply_after_wrapping=({}, "after"),
 )
-def ddp(options, after=False, **slots):
+def ddp(options, when="before"):
     model = make()
     losses, want = wanted(model)
-    report = None if after else apply(model, **slots)
-    model = DistributedDataParallel(model, **options)
-    report = apply(model, **slots) if after else report
+    model, report = apply_around(functools.partial(DistributedDataParallel, **options), model, when)
     for count in (1, 2):
         close(step(model, data())[0], losses[rank()])
         check_gradients(model, want)
@@ -159,9 +157,8 @@ LAYOUTS |= {
 def fsdp2(head, layers, when, family="llama"):
     model = make(family)
     losses, want = wanted(model)
-    report = apply(model) if when == "before" else None
-    shard(model, head, layers, group=head == "own" and layers)
-    report = apply(model) if when == "after" else report
+    on = functools.partial(shard, head=head, layers=layers, group=head == "own" and layers)
+    model, report = apply_around(on, model, when)
     two_steps(model, losses, want)
     fused(report, 2)
 
@@ -213,17 +210,16 @@ def fsdp2_checkpointing(head, reentrant):
     root=("root", "elementwise"),
     own=("own", "elementwise"),
     tail=("tail", 0.5),
-    after=("root", 0.5, True),
+    after=("root", 0.5, "after"),
 )
-def fsdp2_recompute(head, mode, after=False):
+def fsdp2_recompute(head, mode, when="before"):
     """Weights of norms and Linears are freed between the forward and the backward."""
     model = make(num_hidden_layers=3)
     losses, want = wanted(model)
-    report = None if after else apply(model, recompute=mode)
-    ddp = head == "ddp"
-    sharded = DistributedDataParallel(model) if ddp else shard(model, head, True, group=head == "own")
-    report = apply(model, recompute=mode) if after else report
-    two_steps(sharded, losses, want)
+    shards = functools.partial(shard, head=head, group=head == "own")
+    wrap = DistributedDataParallel if head == "ddp" else shards
+    model, report = apply_around(wrap, model, when, recompute=mode)
+    two_steps(model, losses, want)
     assert "q_proj, k_proj, v_proj, gate_proj, up_proj, down_proj keep no result" in str(report)
 
 

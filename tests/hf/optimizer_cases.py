@@ -160,13 +160,9 @@ def clip_grad_norm_of_shards():
     placements = ([Shard(0)], [Replicate()], [Shard(1)], None)
     params = []
     for g, placement in zip(grads, placements, strict=True):
-        p = nn.Parameter(
-            torch.zeros_like(g)
-            if placement is None
-            else distribute_tensor(torch.zeros_like(g), mesh(), placement)
-        )
-        p.grad = g.clone() if placement is None else distribute_tensor(g.clone(), mesh(), placement)
-        params.append(p)
+        placed = g.clone() if placement is None else distribute_tensor(g.clone(), mesh(), placement)
+        params.append(nn.Parameter(torch.zeros_like(placed)))
+        params[-1].grad = placed
     exact = torch.cat([g.double().view(-1) for g in grads]).norm()
     norm = tigon.clip_grad_norm_(params, 0.5)
     assert abs(norm - exact) <= 1e-6 * exact

@@ -160,12 +160,7 @@ def backward(results, p):
 def held(name, *draws, norms=("max", "rms")):
     """The rule of tests/ops/checks.py, over all draws (ours, plain, exact) together."""
     for got, eager, _ in draws:
-        assert got.shape == eager.shape and got.dtype == eager.dtype, (
-            name,
-            got.shape,
-            eager.shape,
-            got.dtype,
-        )
+        assert (got.shape, got.dtype) == (eager.shape, eager.dtype), name
     got, eager, exact = (torch.cat([t.flatten() for t in of]) for of in zip(*draws, strict=True))
     ours, theirs = (got.double() - exact), (eager.double() - exact)
     ulp = torch.finfo(got.dtype).eps * (1 + 3 / max(got.numel(), 1) ** 0.5)

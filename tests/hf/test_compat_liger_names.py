@@ -105,14 +105,8 @@ def test_passes_of_rope(facade, shape):
     forward, backward = found("ops.rope", "rope_forward"), found("ops.rope", "rope_backward")
     torch.manual_seed(0)
     q, k = (torch.randn(2, heads, 7, 24, requires_grad=True) for heads in (4, 2))
-    angles = (
-        torch.randn(*shape[:-1], 8)
-        .repeat_interleave(2, -1)
-        .unflatten(-1, (8, 2))
-        .transpose(-1, -2)
-        .flatten(-2)
-    )
-    cos, sin = angles.cos(), angles.sin()
+    half = torch.randn(*shape[:-1], 8)
+    cos, sin = (torch.cat((table, table), -1) for table in (half.cos(), half.sin()))
     axis = 2 if shape[2:3] == (1,) else 1
 
     def plain(x):

@@ -215,13 +215,7 @@ HEADS = {
     "input and bias": lambda inner: lambda x: inner(x * 1.5) + torch.arange(97.0),
     "mask": lambda inner: lambda x: inner(x).masked_fill(torch.arange(97) > 90, -1e4),
     "cast": lambda inner: lambda x: inner(x).to(torch.bfloat16).float(),
-    "other": lambda inner: (
-        lambda x: (
-            x @ inner.__self__.module.weight.t().flip(0)
-            if hasattr(inner.__self__, "module")
-            else x @ inner.__self__.weight.t().flip(0)
-        )
-    ),
+    "other": lambda inner: lambda x: x @ getattr(inner.__self__, "module", inner.__self__).weight.t().flip(0),
 }
 
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import copy
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHARED, adapted, batch, close, make, same, step
+from tiny import SHARED, adapted, apply_around, batch, close, make, same, step
 from torch._dynamo.testing import CompileCounter
 
 from tigon.integrations.transformers import LazyLogits, apply, undo
@@ -155,10 +156,9 @@ LORA = {
 @pytest.mark.parametrize("what", LORA)
 def test_lora(what, when, device):
     inputs, base = batch(device), make(device=device)
-    wanted = step(adapted(copy.deepcopy(base), **LORA[what]), inputs)
-    report = apply(base) if when == "before" else None
-    model = adapted(base, **LORA[what])
-    report = apply(model) if when == "after" else report
+    around = functools.partial(adapted, **LORA[what])
+    wanted = step(around(copy.deepcopy(base)), inputs)
+    model, report = apply_around(around, base, when)
     same(step(model, inputs), wanted, ulps=512)
     if what == "bias_on_head":
         assert report.head_calls.fused == 0  # more than two matmuls: logits

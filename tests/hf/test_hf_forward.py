@@ -9,7 +9,7 @@ import types
 
 import pytest
 import torch
-from tiny import adapted, batch, close, make, same, step
+from tiny import adapted, apply_around, batch, close, make, same, step
 from torch import nn
 
 from conftest import allocations
@@ -188,10 +188,8 @@ def test_adaption_prompts(when):
         config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
         return peft.get_peft_model(model, config).train()
 
-    wanted, model = step(adapted(make()), batch()), make()
-    report = apply(model) if when == "before" else None
-    model = adapted(model)
-    report = apply(model) if report is None else report
+    wanted = step(adapted(make()), batch())
+    model, report = apply_around(adapted, make(), when)
     same(step(model, batch()), wanted, ulps=512)
     calls = report.head_calls
     assert (calls.fused, calls.lazy, calls.materialised, calls.computed) == (1, 1, 0, 0)

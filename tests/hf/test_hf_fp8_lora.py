@@ -133,10 +133,7 @@ def test_what_changes_a_frozen_weight():
     report = apply(other.base_model.model, **FP8)
     assert len(taken(report)) == 21 and torch.equal(layer.weight, merged)
     x = torch.randn(4, 64)
-    assert (
-        torch.equal(layer(x), fp8_linear.reference(x, merged))
-        or ratio(fp8_linear.reference(x.double(), merged.double()), layer(x)) > 90
-    )
+    assert ratio(fp8_linear.reference(x.double(), merged.double()), layer(x)) > 90
 
 
 @pytest.mark.parametrize("first", [False, True])

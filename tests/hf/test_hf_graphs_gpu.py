@@ -69,12 +69,8 @@ class Both:
                 loss = m(**given).loss
                 (loss * scale).backward()
                 losses.append(loss.detach())
-            results.append(
-                (
-                    torch.stack(losses),
-                    {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None},
-                )
-            )
+            grads = {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None}
+            results.append((torch.stack(losses), grads))
             optimizer.step()
             optimizer.zero_grad()
         if held(self.models[1]).replays - replays in (0, accumulate):

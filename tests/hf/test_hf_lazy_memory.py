@@ -195,12 +195,7 @@ def test_results_into_a_tensor(device):
     model, hidden = make(device=device), torch.randn(1, 3, 32, device=device)
     apply(model)
     with torch.no_grad():
-        for function, rest in (
-            (torch.mul, (2.0,)),
-            (torch.add, (2.0,)),
-            (torch.tanh, ()),
-            (torch.div, (2.0,)),
-        ):
+        for function, *rest in ((torch.mul, 2.0), (torch.add, 2.0), (torch.tanh,), (torch.div, 2.0)):
             lazy, out = owed(model, hidden), torch.empty(1, 3, VOCABULARY, device=device)
             assert function(lazy, *rest, out=out) is out
             close(out, function(lazy.materialise(), *rest))

@@ -379,14 +379,16 @@ def test_a_base_that_is_trained_too(options, device):
     apply_as_stock(model, batch(device, rows=4, tokens=12), ulps=1024)
 
 
+def dora_around(linear):
+    """PEFT's layer."""
+    options = config(target_modules=["0"], use_dora=True)
+    return peft.get_peft_model(nn.Sequential(linear), options).base_model.model[0]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dora_of_magnitude_zero(dtype, device):
     """Its gradient is PEFT's: one step leads away from 0."""
-    model = peft.get_peft_model(
-        nn.Sequential(nn.Linear(8, 6, dtype=dtype, device=device)),
-        config(target_modules=["0"], use_dora=True),
-    )
-    layer = model.base_model.model[0]
+    layer = dora_around(nn.Linear(8, 6, dtype=dtype, device=device))
     magnitude = layer.lora_magnitude_vector["default"].weight
     magnitude.data[2] = 0
     x, grads = torch.randn(64, 8, device=device, dtype=dtype), []
@@ -400,11 +402,7 @@ def test_dora_of_magnitude_zero(dtype, device):
 @pytest.mark.parametrize("rows", [1, 40])
 def test_dora_of_a_weight_that_is_made(rows, device):
     """As of a quantised base: made once a direction, one alive at a time, with the bits of a plain weight."""
-    model = peft.get_peft_model(
-        nn.Sequential(nn.Linear(32, 24, bias=False, device=device)),
-        config(target_modules=["0"], use_dora=True),
-    )
-    layer, alive = model.base_model.model[0], []
+    layer, alive = dora_around(nn.Linear(32, 24, bias=False, device=device)), []
 
     def make():
         assert all(one() is None for one in alive)

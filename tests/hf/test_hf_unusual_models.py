@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import apply_as_stock, batch, close, config, make, same, step
+from tiny import apply_around, apply_as_stock, batch, close, config, make, same, step
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -144,25 +144,19 @@ def test_device_map(when):
     model, inputs = make(), batch()
     wanted = step(model, inputs)
 
-    def dispatch():
+    def dispatch(model):
         for module in model.modules():
             if not list(module.children()):
                 hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
-        hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", io_same_device=True))
+        return hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", io_same_device=True))
 
-    if when == "before":
-        report = apply(model)
-        dispatch()
-    else:
-        dispatch()
-        report = apply(model)
+    _, report = apply_around(dispatch, model, when)
     assert not report.left, str(report)
     assert report.count("norm") == 5 and report.count("loss") == 1
     same(step(model, inputs), wanted)
     assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
     undo(model)
-    again = step(model, inputs)
-    assert torch.equal(again[0], wanted[0])
+    assert torch.equal(step(model, inputs)[0], wanted[0])
     hooks.remove_hook_from_module(model, recurse=True)
     same(step(model, inputs), wanted)
 

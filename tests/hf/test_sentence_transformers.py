@@ -157,6 +157,12 @@ def test_loss_and_gradients_are_stocks(form, calls):
     assert torch.equal(run(loss, leaves)[0], want[0]) and len(calls) == used
 
 
+def squared_errors(found, exact) -> list[float]:
+    """Of a loss and its gradients, in their Euclidean norms."""
+    pairs = zip((found[0], *found[1]), (exact[0], *exact[1]), strict=True)
+    return [((x.double() - y).norm() / y.norm()).item() ** 2 for x, y in pairs]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("form", ["pairs", "cached_both", "all_directions", "gist_negatives", "cached_gist"])
 def test_errors_are_at_most_twice_stocks(form, dtype):
@@ -175,15 +181,7 @@ def test_errors_are_at_most_twice_stocks(form, dtype):
         integration.install()
         ours = run(loss, given)
         integration.uninstall()
-        squares.append(
-            [
-                [
-                    ((x.double() - y).norm() / y.norm()).item() ** 2
-                    for x, y in zip((found[0], *found[1]), (exact[0], *exact[1]), strict=True)
-                ]
-                for found in (ours, stock)
-            ]
-        )
+        squares.append([squared_errors(found, exact) for found in (ours, stock)])
     ours, stock = torch.tensor(squares).mean(0).sqrt()
     assert (ours <= 2 * stock + torch.finfo(dtype).eps / 4).all(), (ours, stock)
 

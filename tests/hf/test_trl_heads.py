@@ -50,11 +50,7 @@ _same = functools.partial(torch.testing.assert_close, rtol=2e-4, atol=2e-6)
 def test_distillation(name, items, heads):
     model, teacher = tiny.make(seed=0), tiny.make(seed=1)
     inputs = tiny.batch()
-    inputs = {
-        "input_ids": inputs["input_ids"],
-        "labels": inputs["labels"],
-        "attention_mask": torch.ones_like(inputs["input_ids"]),
-    }
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     options = {"teacher_model": teacher, "beta": 0.3, "temperature": 1.5, "use_uld_loss": False}
     options |= {"_get_model_forward_kwargs": lambda inputs: {}, "use_liger_gkd_loss": False}
     if name == "GKD":

@@ -193,6 +193,13 @@ def report_of(model):
     return model._tigon_state.report
 
 
+def apply_around(change, model, when, **slots):
+    """What a change makes of a model that is patched before or after it, and the report."""
+    report = apply(model, **slots) if when == "before" else None
+    model = change(model)
+    return model, apply(model, **slots) if when == "after" else report
+
+
 def apply_as_stock(model, inputs, ulps=256.0, **slots):
     """The report of `apply`; a step of the model is what it was before."""
     wanted = step(model, inputs)
