@@ -19,6 +19,13 @@ def _one_thread():
 
 
 @pytest.fixture
+def recorder():
+    """Graphs on the CPU, by the recorder."""
+    with importlib.import_module("graph_recorder").recording() as recorder:
+        yield recorder
+
+
+@pytest.fixture
 def facade():
     """`import liger_kernel` is Tigon's interface during the test."""
     liger = importlib.import_module("tigon.compat.liger")

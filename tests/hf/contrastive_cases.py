@@ -64,6 +64,7 @@ def contrastive_group_refuses():
     q, d = (torch.randn(rows + rank(), 8) for rows in (4, 9))
     refused(lambda: tigon.contrastive_loss(q, d, group=world), "the number of rows must be the same")
     q, other = q[:4], f"in process {1 - rank()}"
+    call = functools.partial(tigon.contrastive_loss, q, d, group=world)
     differ = {"symmetric": (True, False), "temperature": (0.05, torch.tensor(0.06)), "margin": (0.1, None)}
     differ |= {"relative_margin": (True, False), "sizes": ((4, 8), (8, 4)), "size_weights": ((2.0,), None)}
     differ |= {"normalize": (True, False), "reduction": ("sum", "mean"), "labels": (torch.arange(4), None)}
@@ -73,24 +74,16 @@ def contrastive_group_refuses():
         given[name] = values[rank()]
         if name == "temperature" and device_type() != "cpu":  # nobody reads it on the host
             given[name] = float(given[name])
-        refused(
-            lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
-            "the options must be the same",
-            name,
-            other,
-        )
+        refused(functools.partial(call, **given), "the options must be the same", name, other)
     bad = {"temperature": -1.0, "sizes": (9,), "labels": torch.arange(3), "margin": "x", "reduction": "no"}
     for name, value in bad.items():
         given = {name: value} if first else {}
-        refused(
-            lambda given=given: tigon.contrastive_loss(q, d, group=world, **given),
-            name if first else "process 0 of the group has refused",
-        )
+        refused(functools.partial(call, **given), name if first else "process 0 of the group has refused")
     refused(lambda: tigon.contrastive_loss(q if first else None, d, group=world), *(["refused"] * first))
     for frozen in range(2):
         leaves = [x.clone().requires_grad_(i != frozen or first) for i, x in enumerate((q, d))]
         refused(lambda leaves=leaves: tigon.contrastive_loss(*leaves, group=world), "require grad must be")
-    assert tigon.contrastive_loss(q, d, group=world).isfinite()
+    assert call().isfinite()
 
 
 @case(
@@ -110,18 +103,12 @@ def sentence_transformers_gathers(name, count, options):
     import test_sentence_transformers as single
 
     leaves = [x.detach()[7 * rank() :][:7].requires_grad_() for x in single.columns(count, n=14)]
-    run = single.cached_step if name.startswith("Cached") else single.step
-    if "GIST" in name:
-        guide = [x.detach()[7 * rank() :][:7] for x in single.columns(count + 10, n=14, size=17)[:count]]
-        loss = single.guided(name, gather_across_devices=True, **options)
-        run = functools.partial(single.guided_step, guide=guide)
-    else:
-        loss = getattr(single.losses, name)(single.MODEL, gather_across_devices=True, **options)
+    guide = [x.detach()[7 * rank() :][:7] for x in single.columns(count + 10, n=14, size=17)[:count]]
+    loss, run = single.loss_of(name, gather_across_devices=True, **options), single.step_of(name, guide)
     assert not single.integration._why_not(loss)
     want = run(loss, leaves)
     single.integration.install()
     got = run(loss, leaves)
     single.integration.uninstall()
     torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
-    for a, b in zip(got[1], want[1], strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)

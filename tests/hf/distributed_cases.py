@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers_cases  # noqa: F401
-from tiny import VOCABULARY, close, make, step
+from tiny import VOCABULARY, adapted, apply_around, close, make, step
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -57,7 +57,9 @@ from two_processes import (
     two_steps,
     wanted,
     with_tigon,
+    with_tigon_alike,
     zero_engine,
+    zero_step,
 )
 
 import tigon
@@ -73,14 +75,12 @@ from tigon.integrations.transformers import apply, qk_norm
     find_unused=({"find_unused_parameters": True},),
     static_graph=({"static_graph": True},),
     bucket_views=({"gradient_as_bucket_view": True},),
-    apply_after_wrapping=({}, True),
+    apply_after_wrapping=({}, "after"),
 )
-def ddp(options, after=False, **slots):
+def ddp(options, when="before"):
     model = make()
     losses, want = wanted(model)
-    report = None if after else apply(model, **slots)
-    model = DistributedDataParallel(model, **options)
-    report = apply(model, **slots) if after else report
+    model, report = apply_around(functools.partial(DistributedDataParallel, **options), model, when)
     for count in (1, 2):
         close(step(model, data())[0], losses[rank()])
         check_gradients(model, want)
@@ -148,17 +148,32 @@ LAYOUTS = {
     for head in ("root", "own", "tail")
     for layers, when in ((True, "before"), (False, "after"))
 }
+LAYOUTS |= {
+    f"tied {head}": (head, True, "before", "llama_bias_tied") for head in ("root", "embed", "tied tail")
+}
 
 
 @case(**LAYOUTS)
-def fsdp2(head, layers, when):
-    model = make()
+def fsdp2(head, layers, when, family="llama"):
+    model = make(family)
     losses, want = wanted(model)
-    report = apply(model) if when == "before" else None
-    shard(model, head, layers, group=head == "own" and layers)
-    report = apply(model) if when == "after" else report
+    on = functools.partial(shard, head=head, layers=layers, group=head == "own" and layers)
+    model, report = apply_around(on, model, when)
     two_steps(model, losses, want)
     fused(report, 2)
+
+
+@case(root=("root",), own=("own",))
+def ledger_fsdp2(head):
+    """From the second step on, MLPs, whose weights come and go, give back what the head takes."""
+    model = make()
+    shard(model, head, group=head == "own")
+    apply(model)
+    ledger = model._tigon_state.ledger
+    for given_back in (False, True):
+        loss = model(**data()).loss
+        assert (0 < ledger.owed < ledger.taken) == given_back
+        loss.backward()
 
 
 @case(norm=({"norm": False},), loss=({"loss": False},))
@@ -195,17 +210,16 @@ def fsdp2_checkpointing(head, reentrant):
     root=("root", "elementwise"),
     own=("own", "elementwise"),
     tail=("tail", 0.5),
-    after=("root", 0.5, True),
+    after=("root", 0.5, "after"),
 )
-def fsdp2_recompute(head, mode, after=False):
+def fsdp2_recompute(head, mode, when="before"):
     """Weights of norms and Linears are freed between the forward and the backward."""
     model = make(num_hidden_layers=3)
     losses, want = wanted(model)
-    report = None if after else apply(model, recompute=mode)
-    ddp = head == "ddp"
-    sharded = DistributedDataParallel(model) if ddp else shard(model, head, True, group=head == "own")
-    report = apply(model, recompute=mode) if after else report
-    two_steps(sharded, losses, want)
+    shards = functools.partial(shard, head=head, group=head == "own")
+    wrap = DistributedDataParallel if head == "ddp" else shards
+    model, report = apply_around(wrap, model, when, recompute=mode)
+    two_steps(model, losses, want)
     assert "q_proj, k_proj, v_proj, gate_proj, up_proj, down_proj keep no result" in str(report)
 
 
@@ -237,10 +251,9 @@ def fsdp2_qk_norm(unit, checkpointed):
     if unit:
         for layer in model.model.layers:
             fully_shard(layer.self_attn, mesh=mesh())
-    calls, op = [], qk_norm.qk_norm_rope
-    with mock.patch.object(qk_norm, "qk_norm_rope", lambda *args, **kw: calls.append(1) or op(*args, **kw)):
+    with mock.patch.object(qk_norm, "qk_norm_rope", wraps=qk_norm.qk_norm_rope) as op:
         two_steps(shard(model, "root"), losses, want)
-    assert len(calls) == (8 if checkpointed else 4)
+    assert op.call_count == (8 if checkpointed else 4)
 
 
 SAVED = [torch.ops.aten.mm.default]
@@ -280,14 +293,6 @@ def fsdp2_accumulation(head):
         model(**data()).loss.backward()
         check_gradients(model, want)
     fused(report, 4)
-
-
-@case(root=("root",), embed=("embed",), tail=("tied tail",))
-def fsdp2_tied(head):
-    model = make("llama_bias_tied")
-    report, losses, want = with_tigon(model)
-    two_steps(shard(model, head), losses, want)
-    fused(report, 2)
 
 
 @case(root=("root",), own=("own",), tail=("tail",))
@@ -377,17 +382,8 @@ def fsdp2_evaluation_between_steps():
 @case
 def fsdp2_lora():
     """PEFT's model around it, the adapter of the head in the group of the norm."""
-    import peft
-
-    def build():
-        model = make()
-        torch.manual_seed(5)
-        config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "lm_head"])
-        return peft.get_peft_model(model, config).train()
-
-    losses, want = wanted(build())
-    model = build()
-    report = apply(model)
+    model = adapted(make(), target_modules=["q_proj", "lm_head"])
+    report, losses, want = with_tigon(model)
     inner = model.get_base_model()
     for part in (*inner.model.layers, [inner.model.norm, inner.lm_head], model):
         fully_shard(part, mesh=mesh(), reshard_after_forward=False)
@@ -442,8 +438,6 @@ ZERO |= {"3-checkpointing": (3, "before", "llama", True), "3-tied": (3, "before"
 
 @case(needs="deepspeed", **ZERO)
 def zero(stage, when, family="llama", checkpointing=False):
-    from deepspeed.utils import safe_get_full_grad
-
     model = make(family)
     losses, want = wanted(model)
     report = apply(model) if when == "before" else None
@@ -451,12 +445,7 @@ def zero(stage, when, family="llama", checkpointing=False):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     engine = zero_engine(model, stage)
     report = apply(model) if when == "after" else report
-    loss = engine(**data()).loss
-    engine.backward(loss)
-    close(loss.detach(), losses[rank()], ulps=256)
-    for name, parameter in model.named_parameters():
-        close(safe_get_full_grad(parameter), want[name], ulps=256)
-    engine.step()
+    zero_step(engine, losses, want)
     fused(report, 1)
 
 
@@ -467,10 +456,7 @@ def zero(stage, when, family="llama", checkpointing=False):
 def torch_tensor_parallel():
     """torch's own plan: the sharded head keeps stock's arithmetic, under loss_parallel too."""
     model = make()
-    inputs = data(0)
-    loss, want = step(model, inputs)
-    model.zero_grad(set_to_none=True)
-    report = apply(model)
+    report, inputs, loss, want = with_tigon_alike(model)
     plan = {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
     for i in range(2):
         names = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
@@ -504,10 +490,7 @@ def sequence_parallel_norm():
 def shift_labels_without_labels():
     """As Ulysses and context parallelism do: shifted labels go in, the loss is asked of loss_function."""
     model = make()
-    inputs = data(0)
-    loss, want = step(model, inputs)
-    model.zero_grad(set_to_none=True)
-    report = apply(model)
+    report, inputs, loss, want = with_tigon_alike(model)
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     output = model(inputs["input_ids"], shift_labels=shifted)
     options = {"logits": output.logits, "labels": None, "shift_labels": shifted, "vocab_size": VOCABULARY}
@@ -523,10 +506,7 @@ def shift_labels_without_labels():
 def positions_split_over_ranks():
     """Each rank has half the positions; the denominator is that of all."""
     model = make()
-    inputs = data(0)
-    loss, want = step(model, inputs)
-    model.zero_grad(set_to_none=True)
-    apply(model)
+    _, inputs, loss, want = with_tigon_alike(model)
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[..., 1:]
     hidden = model.model(inputs["input_ids"])[0]
     part = slice(0, 6) if rank() == 0 else slice(6, None)

@@ -20,9 +20,11 @@ near = functools.partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 
 
 def place(tensor, placements, on=None):
-    return distribute_tensor(tensor.detach().clone(), on or mesh(), placements).requires_grad_(
-        tensor.is_floating_point()
-    )
+    """A leaf with these numbers; without placements a plain one."""
+    leaf = tensor.detach().clone()
+    if placements is not None:
+        leaf = distribute_tensor(leaf, on or mesh(), placements)
+    return leaf.requires_grad_(tensor.is_floating_point())
 
 
 def listed(results):
@@ -63,11 +65,7 @@ def dtensor_head(function, options):
             if weight_place == ALL and hidden_place == HERE:
                 continue
             weight, bias = place(p["weight"], weight_place), place(p["bias"], weight_place)
-            hidden = (
-                p["hidden"].clone().requires_grad_()
-                if hidden_place is None
-                else place(p["hidden"], hidden_place)
-            )
+            hidden = place(p["hidden"], hidden_place)
             got = function(hidden, weight, p["target"], bias=bias, **options)
             for a, b in zip(whole(got), whole(want), strict=True):
                 assert type(a) is torch.Tensor
@@ -90,10 +88,7 @@ def dtensor_lora():
     for weight_place, hidden_place in ((HERE, None), (HERE, ALL), (HERE, HERE), (ALL, None)):
         for a_place in (None, ALL):
             places = (hidden_place, weight_place, a_place, weight_place)
-            got = {
-                name: p[name].clone().requires_grad_() if where is None else place(p[name], where)
-                for name, where in zip(names, places, strict=True)
-            }
+            got = {name: place(p[name], where) for name, where in zip(names, places, strict=True)}
             hidden, weight, *low = got.values()
             loss = tigon.linear_cross_entropy(
                 hidden, weight, p["target"], lora=(*low, 0.5), max_workspace_mb=64, max_peak_mb=64
@@ -278,9 +273,8 @@ def dtensor_norm_module():
 def losses_of_sharded_log_prob(dtensor_weight):
     """Policy gradients and preferences on a sharded head (docs/distributed.md): those of the whole one."""
     p = problem(torch.float32, 35)
-    tokens = (
-        p["target"].T.clamp(min=0)[:2].contiguous()
-    )  # [2, S]: an answer that was chosen, one that was not
+    # [2, S]: an answer that was chosen, one that was not.
+    tokens = p["target"].T.clamp(min=0)[:2].contiguous()
     hidden = p["hidden"].transpose(0, 1)[:2].contiguous()
     mask, ref = p["target"].T[:2] >= 0, torch.tensor([-40.0, -50.0])
     advantage = torch.tensor([0.7, -0.4])

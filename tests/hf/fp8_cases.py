@@ -1,11 +1,10 @@
 """Cases of float8 in two processes: weights that are gathered, reduced and stepped are quantised anew."""
 
-import copy
 from unittest import mock
 
 import torch
-from lora_cases import LAYERS, adapt, native
-from tiny import make, step
+from lora_cases import LAYERS, native
+from tiny import adapted, make, step
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import accelerated, case, data, full, rank, shard, two_steps, wanted
 
@@ -24,19 +23,25 @@ def of_any_size(model, recipe="rowwise", **options):
     return model
 
 
-def wrapped(model, kind):
-    if kind == "ddp":
-        return DistributedDataParallel(of_any_size(model))
+def wrapped(model, kind, **options):
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
     if kind == "fsdp2 after":
-        return of_any_size(shard(model, "root"))
-    return shard(of_any_size(model), "root", layers=kind != "fsdp2 kept")
+        shard(inner, "root")
+    of_any_size(model, **options)
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "accelerate":
+        return accelerated(model)
+    if kind != "fsdp2 after":
+        shard(inner, "root", layers=kind != "fsdp2 kept")
+    return model
 
 
 @case(**{kind: (kind,) for kind in ("ddp", "fsdp2", "fsdp2 kept", "fsdp2 after")})
 def fp8_steps(kind):
     """Losses and gradients of a few steps are those of one process with all data."""
     alone = of_any_size(make())
-    model = wrapped(copy.deepcopy(make()), kind)
+    model = wrapped(make(), kind)
     ours = torch.optim.SGD(model.parameters(), lr=LR)
     fp8_linear._kept.clear()
     for _ in range(STEPS):
@@ -63,19 +68,9 @@ LORA = {
 @case(needs="peft", **LORA)
 def fp8_lora(kind, options):
     """Adapters' gradients are those of one process. A shard of a weight that was bytes alone is dense."""
-    alone = of_any_size(adapt(make()))
+    alone = of_any_size(adapted(make()))
     losses, want = wanted(alone)
-    model = adapt(make())
-    if kind != "fsdp2 after":
-        of_any_size(model, **options)
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-    elif kind == "accelerate":
-        model = accelerated(model)
-    else:
-        shard(model.base_model.model, "root")
-    if kind == "fsdp2 after":
-        of_any_size(model, **options)
+    model = wrapped(adapted(make()), kind, **options)
     packed = sum(type(p) is Fp8Weight for p in model.parameters())
     assert packed == (14 if kind == "ddp" and options else 0)
     fp8_linear._kept.clear()

@@ -67,6 +67,15 @@ def equal(some: list[dict], others: list[dict]) -> None:
         assert not differ, differ
 
 
+def as_of_weights(build, run=step):
+    """Losses and gradients are bitwise those of gathered weights; what was gathered, there and here."""
+    with of_weights(), gathers() as whole:
+        want = train(build(), run)
+    with gathers() as seen:
+        equal(train(build(), run), want)
+    return whole, seen
+
+
 def accumulate(model, inputs):
     """Three microbatches, reduced after the last."""
     model.zero_grad(set_to_none=True)
@@ -112,10 +121,8 @@ def checkpointed(model, reentrant):
 
 
 def frozen(model):
-    for name in ("q_proj", "down_proj"):
-        getattr(model.model.layers[1], "mlp" if "down" in name else "self_attn").get_submodule(
-            name
-        ).weight.requires_grad_(False)
+    for path in ("self_attn.q_proj", "mlp.down_proj"):
+        model.model.layers[1].get_submodule(path).weight.requires_grad_(False)
     return model
 
 
@@ -157,30 +164,23 @@ VARIANTS = {  # what is done before apply, the sharding, a step, options of appl
     "prefetched": (plain, prefetched, step, {}),
     "given up": (plain, given_up, then_evaluated, {}),
     "frozen": (frozen, HEAD, step, {}),
-    "biased": (plain, HEAD, step, {"family": "llama_bias_tied"}),
+    "biased": (plain, HEAD, step, {}),
 }
 
 
 @case(**{f"{name}, {when}": (name, when) for name in VARIANTS for when in ("before", "after")})
 def fp8_gather_steps(name, when):
-    """Losses and gradients are bitwise those of gathered weights, and a step gathers about half as much."""
+    """A step gathers about half as much as of weights."""
     prepare, shards, run, options = VARIANTS[name]
-    options = dict(options)
-    family = options.pop("family", "llama")
+    family = "llama_bias_tied" if name == "biased" else "llama"
 
     def build():
         model = prepare(make(family))
-        return (
-            shards(of_any_size(model, **options))
-            if when == "before"
-            else of_any_size(shards(model), **options)
-        )
+        if when == "before":
+            return shards(of_any_size(model, **options))
+        return of_any_size(shards(model), **options)
 
-    with of_weights(), gathers() as whole:
-        want = train(build(), run)
-    with gathers() as seen:
-        got = train(build(), run)
-    equal(got, want)
+    whole, seen = as_of_weights(build, run)
     assert not of_bytes(whole) and of_bytes(seen) >= LINEARS * (STEPS - 1), seen
     if not name.startswith("evaluation"):  # which gathers once more where the bytes were kept
         assert len(seen) == len(whole)
@@ -191,12 +191,8 @@ def fp8_gather_steps(name, when):
 @case
 def fp8_gather_rows():
     """Weights whose rows the processes cannot share evenly are gathered as they are."""
-    with of_weights():
-        want = train(of_any_size(HEAD(make())))
-    model = of_any_size(HEAD(make()))
-    with gathers() as seen:
-        equal(train(model), want)
-    rows = [len(full(p)) for layer in model.model.layers for p in layer.parameters() if p.ndim == 2]
+    _, seen = as_of_weights(lambda: of_any_size(HEAD(make())))
+    rows = [len(p) for layer in make().model.layers for p in layer.parameters() if p.ndim == 2]
     shared = sum(count % dist.get_world_size() == 0 for count in rows)
     assert of_bytes(seen) == shared * (2 * STEPS - 1) > 0, (of_bytes(seen), shared)
 
@@ -321,65 +317,37 @@ LEFT = {
 @case(**{name: (name,) for name in LEFT})
 def fp8_gather_left(name):
     """What cannot be gathered as bytes is gathered as it is."""
-    with of_weights():
-        want = train(of_any_size(LEFT[name](make())))
-    with gathers() as seen:
-        got = train(of_any_size(LEFT[name](make())))
-    equal(got, want)
+    _, seen = as_of_weights(lambda: of_any_size(LEFT[name](make())))
     assert not of_bytes(seen)
 
 
-def half(model, inputs):
-    """Weights of bfloat16 are cast to what autocast computes in."""
-    model.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", torch.float16):
-        loss = model(**inputs).loss
-    loss.backward()
-    return loss.detach(), None
+@case(half=(torch.float16, {"mp_policy": HALF}, False), wide=(torch.bfloat16, {}, True))
+def fp8_gather_autocast(dtype, policy, taken):
+    """Weights of bfloat16 are cast to what autocast computes in, those of float32 quantised as they are."""
 
+    def run(model, inputs):
+        model.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", dtype):
+            loss = model(**inputs).loss
+        loss.backward()
+        return loss.detach(), None
 
-def wide(model, inputs):
-    """Weights of float32 are quantised as they are."""
-    model.zero_grad(set_to_none=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**inputs).loss
-    loss.backward()
-    return loss.detach(), None
-
-
-@case(half=(half, True, False), wide=(wide, False, True))
-def fp8_gather_autocast(run, mixed, taken):
-    def build():
-        return of_any_size(HEAD(make(), **({"mp_policy": HALF} if mixed else {})))
-
-    with of_weights():
-        want = train(build(), run)
-    with gathers() as seen:
-        equal(train(build(), run), want)
+    _, seen = as_of_weights(lambda: of_any_size(HEAD(make(), **policy)), run)
     assert bool(of_bytes(seen)) == taken
 
 
-@contextlib.contextmanager
 def hooked(linear, read):
-    handle = linear.register_forward_pre_hook(lambda module, args: read(module))
-    yield
-    handle.remove()
+    return linear.register_forward_pre_hook(lambda module, args: read(module))
 
 
-@contextlib.contextmanager
 def hooked_everywhere(linear, read):
-    handle = register_module_forward_pre_hook(lambda module, args: read(module) if module is linear else None)
-    yield
-    handle.remove()
+    return register_module_forward_pre_hook(lambda module, args: read(module) if module is linear else None)
 
 
-@contextlib.contextmanager
 def wrapped(linear, read):
     """The instance has a forward of others around Tigon's."""
     inner = linear.forward
-    linear.forward = lambda x: (read(linear), inner(x))[1]
-    yield
-    linear.forward = inner
+    return mock.patch.object(linear, "forward", lambda x: (read(linear), inner(x))[1])
 
 
 @contextlib.contextmanager
@@ -394,7 +362,6 @@ def of_another_class(linear, read):
     linear.__class__ = before
 
 
-@contextlib.contextmanager
 def of_another_class_forward(linear, read):
     original = nn.Linear.forward
 
@@ -403,8 +370,7 @@ def of_another_class_forward(linear, read):
             read(self)
         return original(self, x)
 
-    with mock.patch.object(nn.Linear, "forward", forward):
-        yield
+    return mock.patch.object(nn.Linear, "forward", forward)
 
 
 READERS = {  # of a weight, and the Linears that gather theirs

@@ -2,8 +2,9 @@
 
 import copy
 
+import torch
 import torch.nn.functional as F
-from tiny import batch, make, same_bits, step
+from tiny import batch, make, own_loss, report_of, same_bits, step
 
 import tigon
 from tigon.integrations.transformers import apply, fp8
@@ -14,13 +15,29 @@ from tigon.integrations.transformers.patch import unwrapped
 TOKENS = 32  # a bucket: nothing is padded
 
 
+def twins(model, **options):
+    """The model patched, without graphs, and a copy with them."""
+    apply(model, **options)
+    twin = copy.deepcopy(model)
+    apply(twin, graphs=True, **options)
+    return model, twin
+
+
 def pair(family="qwen3", **changes):
     """The same patched model, without and with graphs."""
-    model = make(family, **changes)
-    apply(model)
-    twin = copy.deepcopy(model)
-    apply(twin, graphs=True)
-    return model, twin
+    return twins(make(family, **changes))
+
+
+def near(got, wanted):
+    """Two steps, of rows with and without padding."""
+    torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[1], wanted[1], rtol=2e-4, atol=2e-5)
+
+
+def same_steps(models, seeds, tokens=TOKENS, loss_of=own_loss, **changes):
+    """Steps of both on the batches of these seeds have the same bits."""
+    for seed in seeds:
+        same_bits(*(step(m, inputs(seed, tokens, **changes), loss_of, seed) for m in models))
 
 
 def inputs(seed=0, tokens=TOKENS, padded=False, **changes):
@@ -45,15 +62,18 @@ def captured(model, steps=4, **given):
     return graphs
 
 
+def captured_pair(**changes):
+    """The same patched model, without and with graphs, of which there is one; and these."""
+    model, twin = pair(**changes)
+    return model, twin, captured(twin)
+
+
 def fp8_pair(monkeypatch, **changes):
     """The same model in float8, without and with graphs, each with an optimizer."""
     monkeypatch.setattr(fp8, "gains", lambda rows, columns: True)
-    model = make("qwen3", **changes)
-    apply(model, fp8="rowwise")
-    twin = copy.deepcopy(model)
-    report = apply(twin, fp8="rowwise", graphs=True)
-    assert report.count("fp8"), str(report)
-    return [(m, tigon.optim.AdamW(m.parameters(), lr=1e-2)) for m in (model, twin)]
+    models = twins(make("qwen3", **changes), fp8="rowwise")
+    assert report_of(models[1]).count("fp8")
+    return [(m, tigon.optim.AdamW(m.parameters(), lr=1e-2)) for m in models]
 
 
 def fp8_follows_the_optimizer(pairs, batches):

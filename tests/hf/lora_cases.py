@@ -5,24 +5,26 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from tiny import close, make, step
+from tiny import adapted, close, make, step
 from torch.nn.parallel import DistributedDataParallel
 from transformers_cases import load, saved
-from two_processes import FOLDER, accelerated, case, data, full, rank, two_steps, with_tigon, zero_engine
+from two_processes import (
+    FOLDER,
+    accelerated,
+    case,
+    data,
+    full,
+    rank,
+    two_steps,
+    with_tigon,
+    zero_engine,
+    zero_step,
+)
 
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers import lora as slot
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LAYERS = 14
-
-
-def adapt(model, **options):
-    import peft
-
-    torch.manual_seed(5)
-    options = {"r": 4, "target_modules": ALL, "init_lora_weights": False} | options
-    return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
 
 
 @contextlib.contextmanager
@@ -46,7 +48,7 @@ OPTIONS = {"plain": ({},), "dora": ({"use_dora": True},), "bias": ({"bias": "all
 
 @case(needs="peft", **OPTIONS)
 def lora_ddp(options):
-    model = adapt(make(), **options)
+    model = adapted(make(), **options)
     _, losses, want = with_tigon(model)
     wrapped = DistributedDataParallel(model)
     with native(2 * LAYERS):
@@ -56,7 +58,7 @@ def lora_ddp(options):
 @case(needs="peft", **OPTIONS, checkpointing=({}, True), reentrant=({}, True, True))
 def lora_accelerate_fsdp2(options, checkpointing=False, reentrant=False):
     """Adapters, which are float32, in the groups of their layers."""
-    model = adapt(make(), **options)
+    model = adapted(make(), **options)
     _, losses, want = with_tigon(model)
     if checkpointing:
         model.enable_input_require_grads()
@@ -72,15 +74,14 @@ def lora_tensor_parallel():
     from transformers.distributed import DistributedConfig
 
     model = load(saved(FOLDER[0], "llama", vocab_size=98), DistributedConfig(tp_size=2, tp_plan="auto"))
-    model = adapt(model, target_modules=["q_proj", "v_proj"])
+    model = adapted(model, target_modules=["q_proj", "v_proj"])
     loss, want = step(model, data(0))
     report = apply(model, loss=False)
     left = [entry.reason for entry in report.left if entry.slot == "lora"]
     assert len(left) == 4 and all("tensor parallel" in reason for reason in left), report
     got, gradients = step(model, data(0))
     close(full(got), full(loss))
-    for name, gradient in want.items():
-        close(full(gradients[name]), full(gradient), ulps=512)
+    close(*({name: full(g) for name, g in one.items()} for one in (gradients, want)), ulps=512)
 
 
 @case(needs="peft")
@@ -88,7 +89,7 @@ def lora_saved():
     """Written by FSDP2's full state dict, the adapters are those of one process."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    model = adapt(make())
+    model = adapted(make())
     want = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
     apply(model)
     model = accelerated(model)
@@ -108,19 +109,11 @@ def lora_saved():
 )
 def lora_zero(stage, options, checkpointing=False):
     """ZeRO-3 gathers each part in hooks of its own: PEFT computes there."""
-    from deepspeed.utils import safe_get_full_grad
-
-    model = adapt(make(), **options)
+    model = adapted(make(), **options)
     _, losses, want = with_tigon(model)
     if checkpointing:
         model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     engine = zero_engine(model, stage)
     with native(LAYERS if stage == 2 else 0):
-        loss = engine(**data()).loss
-        engine.backward(loss)
-    close(loss.detach(), losses[rank()], ulps=256)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            close(safe_get_full_grad(parameter), want[name], ulps=512)
-    engine.step()
+        zero_step(engine, losses, want, ulps=512)

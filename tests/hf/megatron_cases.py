@@ -1,9 +1,12 @@
 """Megatron's tensor parallelism over two processes: what the processes of distributed_cases.py run of it."""
 
+import megatron_tiny as tiny
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from two_processes import case
+from two_processes import case, fused
+
+import tigon.megatron as tm
 
 PACKAGE = "megatron"
 VARIANTS = {
@@ -15,10 +18,6 @@ VARIANTS = {
 
 @case(needs=PACKAGE, **VARIANTS)
 def megatron_tensor_parallel(options):
-    import megatron_tiny as tiny
-
-    import tigon.megatron as tm
-
     with tiny.megatron(tensor_parallel=2):
         model = tiny.gpt(**options)
         want = tiny.step(model)
@@ -26,23 +25,20 @@ def megatron_tensor_parallel(options):
         tiny.same(tiny.step(model), want)
         assert [report.count(slot) for slot in ("norm", "mlp", "rope", "loss")] == [5, 2, 2, 1], report
         assert not report.left
-        calls = report.head_calls
-        assert (calls.fused, calls.materialised, calls.computed) == (1, 0, 0), calls
+        fused(report, 1)
         tm.undo(model)
         assert torch.equal(tiny.step(model)[0], want[0])
 
 
 @case(needs=PACKAGE, fused=(True,), plain=(False,))
-def megatron_by_ligers_names(fused):
+def megatron_by_ligers_names(fuse):
     """apply_liger_kernel_to_megatron: losses of a sharded vocabulary, also where Megatron names no group."""
-    import megatron_tiny as tiny
-
     from tigon.integrations.liger.megatron import apply_liger_kernel_to_megatron
 
     with tiny.megatron(tensor_parallel=2), tiny.kept(tiny.places_of_liger()):
         want = tiny.step(tiny.gpt())
         apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
-        model = tiny.gpt(cross_entropy_loss_fusion=fused)
+        model = tiny.gpt(cross_entropy_loss_fusion=fuse)
         norms = {type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__}
         assert norms == {"LigerMegatronRMSNorm"}, norms
         tiny.same(tiny.step(model), want)
@@ -51,20 +47,15 @@ def megatron_by_ligers_names(fused):
 @case(needs=PACKAGE)
 def megatron_sequence_parallel():
     """Norms in the specs' slots: Megatron's own refuse sequence parallelism."""
-    import megatron_tiny as tiny
-
-    import tigon.megatron as tm
-
     with tiny.megatron(tensor_parallel=2):
         want = tiny.step(tiny.gpt())
         model = tiny.gpt(tm.gpt_block_spec, sequence_parallel=True)
         report = tm.apply(model)
         loss, grads = tiny.step(model)
-        calls = report.head_calls
-        assert (calls.fused, calls.materialised, calls.computed) == (1, 0, 0), calls
+        fused(report, 1)
         inputs, *_ = tiny.data()
         logits = model(*inputs)  # read: of all rows
-        assert logits.shape == (2, tiny.ROWS, tiny.VOCAB // 2) and calls.materialised == 1
+        assert logits.shape == (2, tiny.ROWS, tiny.VOCAB // 2) and report.head_calls.materialised == 1
         partial = [name for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False)]
         assert len(partial) == 5 and all("norm" in name for name in partial), partial
         for name in partial:  # as finalize_model_grads does
@@ -78,10 +69,7 @@ def megatron_sharded_head(options):
 
     Megatron-Core 0.19 finds its acceptance count by the largest logit of each process: it reads them.
     """
-    import megatron_tiny as tiny
     from megatron.core.transformer import multi_token_prediction
-
-    import tigon.megatron as tm
 
     with tiny.megatron(tensor_parallel=2):
         model = tiny.gpt(**options)
@@ -99,10 +87,6 @@ def megatron_sharded_head(options):
 @case(needs=PACKAGE)
 def megatron_main_grad():
     """The weight's gradient in main_grad, with the gradient that makes Megatron's hooks run."""
-    import megatron_tiny as tiny
-
-    import tigon.megatron as tm
-
     with tiny.megatron(tensor_parallel=2):
         model = tiny.gpt()
         _, want = tiny.step(model)
@@ -118,10 +102,7 @@ def megatron_main_grad():
 @case(needs=PACKAGE, plain=(0.0,), smoothed=(0.1,))
 def megatron_vocab_parallel_cross_entropy(smoothing):
     """Against Megatron's own without smoothing; with it, against the formula of the whole vocabulary."""
-    import megatron_tiny as tiny
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    import tigon.megatron as tm
 
     with tiny.megatron(tensor_parallel=2):
         generator = torch.Generator().manual_seed(3)
@@ -132,8 +113,7 @@ def megatron_vocab_parallel_cross_entropy(smoothing):
         loss.backward(upstream)
         if smoothing:
             exact = whole.double().requires_grad_()
-            spread = torch.full_like(exact, smoothing / 21).scatter_(-1, target[..., None], 1 - smoothing)
-            want = -(spread * exact.log_softmax(-1)).sum(-1)
+            want = tiny.smoothed_loss(exact, target, smoothing)
             want.backward(upstream.double())
             gradient = exact.grad.chunk(2, -1)[dist.get_rank()].float()
         else:
@@ -148,10 +128,6 @@ def megatron_vocab_parallel_cross_entropy(smoothing):
 @case(needs=PACKAGE)
 def megatron_groups_of_one():
     """A head that no process shares, in a world of two."""
-    import megatron_tiny as tiny
-
-    import tigon.megatron as tm
-
     with tiny.megatron(tensor_parallel=1):
         model = tiny.gpt(tensor_model_parallel_size=1)
         want = tiny.step(model)

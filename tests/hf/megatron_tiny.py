@@ -174,6 +174,13 @@ def step(model):
     return loss.detach(), grads
 
 
+def smoothed_loss(logits, target, smoothing):
+    """Megatron's smoothing: the label keeps 1 - s, the other classes share s."""
+    vocab = logits.shape[-1]
+    spread = torch.full_like(logits, smoothing / (vocab - 1)).scatter_(-1, target[..., None], 1 - smoothing)
+    return -(spread * logits.double().log_softmax(-1)).sum(-1)
+
+
 def same(got, want, ulps=256):
     """Equal within float32 rounding of the largest value."""
     for name, grad in {"loss": want[0], **want[1]}.items():

@@ -5,7 +5,11 @@ import copy
 import torch
 from tiny import close
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from two_processes import case, full, mesh, rank, refused
@@ -19,38 +23,48 @@ def same(a, b):
     assert torch.equal(a, b)
 
 
-def on_device(tensor, dtype):
-    return tensor.to(torch.get_default_device(), dtype)
+def alike(some, others):
+    """Parameters of two runs, whole: the same bits."""
+    for p, q in zip(some, others, strict=True):
+        same(full(p.detach()), full(q.detach()))
+
+
+def of_shapes(shapes, seed, dtype=torch.bfloat16):
+    """Tensors that are the same on every rank."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors = (torch.randn(s, generator=draw, device="cpu") for s in shapes)
+    return [t.to(torch.get_default_device(), dtype) for t in tensors]
 
 
 def drawn(seed, dtype=torch.bfloat16):
-    """Parameters and gradients that are the same on every rank; sizes that do not divide evenly."""
-    draw = torch.Generator().manual_seed(seed)
-    return [
-        on_device(torch.randn(s, generator=draw, device="cpu"), dtype)
-        for s in ((5, 24), (1, 16), (64, 8), (13,))
-    ]
+    """Parameters and gradients of sizes that do not divide evenly."""
+    return of_shapes(((5, 24), (1, 16), (64, 8), (13,)), seed, dtype)
+
+
+def parameters(draw, kinds):
+    """Those of one process, and the same ones over two."""
+    cut = [distribute_tensor(p, mesh(), kind) for p, kind in zip(draw(0), kinds, strict=True)]
+    return [[nn.Parameter(p) for p in one] for one in (draw(0), cut)]
+
+
+def give(plain, sharded, gradients, kinds):
+    for p, q, g, kind in zip(plain, sharded, gradients, kinds, strict=True):
+        p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), kind)
 
 
 @case(**{rounding: (rounding,) for rounding in ("nearest", "stochastic", "split", "master")})
 def adamw_of_shards(rounding):
     """Sharded by rows: bit for bit what one process computes, clipped by the norm over all of them."""
-    plain = [nn.Parameter(p) for p in drawn(0)]
     placements = ([Shard(0)], [Shard(0)], [Shard(0)], [Replicate()])
-    sharded = [
-        nn.Parameter(distribute_tensor(p, mesh(), placement))
-        for p, placement in zip(drawn(0), placements, strict=True)
-    ]
+    plain, sharded = parameters(drawn, placements)
     options = {"lr": 1e-2, "rounding": rounding, "seed": 5}
     a, b = AdamW(plain, **options), AdamW(sharded, max_grad_norm=1.0, **options)
     for i in range(4):
-        for p, q, g, placement in zip(plain, sharded, drawn(i + 1), placements, strict=True):
-            p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), placement)
+        give(plain, sharded, drawn(i + 1), placements)
         norm = a.clip_grad_norm_(1.0)
         a.step(), b.step()
         assert abs(norm - b.grad_norm) <= 1e-7 * norm
-        for p, q in zip(plain, sharded, strict=True):
-            same(p, full(q.detach()))
+        alike(plain, sharded)
     for p, q in zip(plain, sharded, strict=True):
         for name, value in a.state[p].items():
             if name != "param_low":  # no process group gathers int16
@@ -60,9 +74,7 @@ def adamw_of_shards(rounding):
 def large(seed, dtype=torch.bfloat16):
     """Parameters with codes whose rows are no blocks, so that processes share some; one whose halves are; a
     vector; one that a single process has; one that is small."""
-    draw = torch.Generator().manual_seed(seed)
-    shapes = ((67, 77), (64, 128), (4099,), (1, 5000), (8, 9))
-    return [on_device(torch.randn(s, generator=draw, device="cpu"), dtype) for s in shapes]
+    return of_shapes(((67, 77), (64, 128), (4099,), (1, 5000), (8, 9)), seed, dtype)
 
 
 @case(
@@ -75,26 +87,21 @@ def adamw_codes_of_shards(dtype, options, dim):
     """Codes, their absmax and parameters are bit for bit those of one process, wherever rows are cut; so are
     those that are saved, and a run that goes on from them in one process and in two."""
     kind = [Replicate()] if dim is None else [Shard(dim)]
-
-    def cut(p):
-        return nn.Parameter(distribute_tensor(p, mesh(), kind))
-
     make = {"lr": 1e-2, "seed": 5, "moment_dtype": "int8", **options}
-    plain, sharded = [nn.Parameter(p) for p in large(0, dtype)], [cut(p) for p in large(0, dtype)]
+    plain, sharded = parameters(lambda seed: large(seed, dtype), 5 * [kind])
     a, b = AdamW(plain, **make), AdamW(sharded, **make)
 
     def train(steps):
         for i in steps:
-            for p, q, g in zip(plain, sharded, large(i + 1, dtype), strict=True):
-                p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), kind)
+            give(plain, sharded, large(i + 1, dtype), 5 * [kind])
             a.step(), b.step()
 
     def check():
         mine, theirs = a.state_dict()["state"], b.state_dict()["state"]
-        for i, (p, q) in enumerate(zip(plain, sharded, strict=True)):
-            same(p, full(q.detach()))
-            assert mine[i].keys() == theirs[i].keys()
-            for name, value in mine[i].items():
+        alike(plain, sharded)
+        for i, state in mine.items():
+            assert state.keys() == theirs[i].keys()
+            for name, value in state.items():
                 if name != "param_low":  # no process group gathers int16
                     same(value, full(theirs[i][name]))
         assert sum("exp_avg_codes" in state for state in mine.values()) == 4
@@ -146,33 +153,6 @@ def adamw_codes_cut_by_columns():
             same(wide.state[whole][name], full(b.state[p][name]))
 
 
-@case(whole=(True,), shards=(False,))
-def adamw_codes_checkpoint(whole):
-    """FSDP2 with shared blocks through the distributed checkpoint's state dict, in the backward too."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-    def net():
-        torch.manual_seed(0)
-        made = nn.Sequential(nn.Linear(8, 700), nn.Tanh(), nn.Linear(700, 5))
-        for layer in (made[0], made[2]):
-            fully_shard(layer, mesh=mesh())
-        return fully_shard(made, mesh=mesh())
-
-    options, how = {"lr": 1e-2, "moment_dtype": "int8"}, StateDictOptions(full_state_dict=whole)
-    one, cut = net(), net()
-    a, b = AdamW(one.parameters(), **options), AdamW(cut.parameters(), **options)
-    step_in_backward(b)
-    trained(one, a, 4), trained(cut, b, 2)
-    saved = copy.deepcopy(get_optimizer_state_dict(cut, b, options=how))
-    b.updates_in_backward.undo()
-    b = AdamW(cut.parameters(), **options)
-    set_optimizer_state_dict(cut, b, saved, options=how)
-    trained(cut, b, 2, first=2)
-    for p, q in zip(one.parameters(), cut.parameters(), strict=True):
-        same(full(p.detach()), full(q.detach()))
-    assert any("exp_avg_codes" in state for state in b.state.values())
-
-
 @case
 def clip_grad_norm_of_shards():
     """The norm of sharded, replicated and plain gradients together, each counted once."""
@@ -180,13 +160,9 @@ def clip_grad_norm_of_shards():
     placements = ([Shard(0)], [Replicate()], [Shard(1)], None)
     params = []
     for g, placement in zip(grads, placements, strict=True):
-        p = nn.Parameter(
-            torch.zeros_like(g)
-            if placement is None
-            else distribute_tensor(torch.zeros_like(g), mesh(), placement)
-        )
-        p.grad = g.clone() if placement is None else distribute_tensor(g.clone(), mesh(), placement)
-        params.append(p)
+        placed = g.clone() if placement is None else distribute_tensor(g.clone(), mesh(), placement)
+        params.append(nn.Parameter(torch.zeros_like(placed)))
+        params[-1].grad = placed
     exact = torch.cat([g.double().view(-1) for g in grads]).norm()
     norm = tigon.clip_grad_norm_(params, 0.5)
     assert abs(norm - exact) <= 1e-6 * exact
@@ -194,9 +170,9 @@ def clip_grad_norm_of_shards():
         close(full(p.grad), g * (0.5 / (exact.float() + 1e-6)), ulps=8)
 
 
-def model():
+def model(size=33):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 5))
+    return nn.Sequential(nn.Linear(8, size), nn.Tanh(), nn.Linear(size, 5))
 
 
 def trained(net, optimizer, steps, first=0):
@@ -208,8 +184,8 @@ def trained(net, optimizer, steps, first=0):
         optimizer.zero_grad()
 
 
-def sharded():
-    net = model()
+def sharded(size=33):
+    net = model(size)
     for layer in (net[0], net[2]):
         fully_shard(layer, mesh=mesh())
     return fully_shard(net, mesh=mesh())
@@ -222,23 +198,47 @@ def fsdp2_in_backward():
     a, b = AdamW(plain.parameters(), lr=1e-2), AdamW(inside.parameters(), lr=1e-2)
     step_in_backward(b)
     trained(plain, a, 3), trained(inside, b, 3)
-    for p, q in zip(plain.parameters(), inside.parameters(), strict=True):
-        same(full(p.detach()), full(q.detach()))
+    alike(plain.parameters(), inside.parameters())
+
+
+def goes_on(optimizer, later=None, size=33, how=None, in_backward=False):
+    """Cut in mid-run, through the distributed checkpoint's state dict: the parameters of a whole run."""
+    whole, cut = sharded(size), sharded(size)
+    a, b = optimizer(whole), optimizer(cut)
+    if in_backward:
+        step_in_backward(b)
+    trained(whole, a, 4), trained(cut, b, 2)
+    saved = copy.deepcopy(get_optimizer_state_dict(cut, b, options=how))
+    if in_backward:
+        b.updates_in_backward.undo()
+    b = (later or optimizer)(cut)
+    set_optimizer_state_dict(cut, b, saved, options=how)
+    trained(cut, b, 2, first=2)
+    alike(whole.parameters(), cut.parameters())
+    return b
 
 
 @case
 def fsdp2_checkpoint():
-    """Through the distributed checkpoint's state dict, in mid-run, with moments in another dtype."""
-    whole, cut = sharded(), sharded()
-    make = {"lr": 1e-2, "moment_dtype": torch.bfloat16}
-    a, b = AdamW(whole.parameters(), **make), AdamW(cut.parameters(), **make)
-    trained(whole, a, 4), trained(cut, b, 2)
-    saved = copy.deepcopy(get_optimizer_state_dict(cut, b))
-    b = AdamW(cut.parameters(), **make)
-    set_optimizer_state_dict(cut, b, saved)
-    trained(cut, b, 2, first=2)
-    for p, q in zip(whole.parameters(), cut.parameters(), strict=True):
-        same(full(p.detach()), full(q.detach()))
+    """With moments in another dtype."""
+    goes_on(lambda net: AdamW(net.parameters(), lr=1e-2, moment_dtype=torch.bfloat16))
+
+
+@case(whole=(True,), shards=(False,))
+def adamw_codes_checkpoint(whole):
+    """FSDP2 with shared blocks, in the backward too."""
+
+    def optimizer(net):
+        return AdamW(net.parameters(), lr=1e-2, moment_dtype="int8")
+
+    b = goes_on(optimizer, size=700, how=StateDictOptions(full_state_dict=whole), in_backward=True)
+    assert any("exp_avg_codes" in state for state in b.state.values())
+
+
+@case
+def muon_fsdp2():
+    """FSDP2 with AdamW for the rest."""
+    goes_on(lambda net: Muon(muon_groups(net, lr=1e-2), lr=0.02), lambda net: Muon(muon_groups(net)))
 
 
 @case
@@ -251,26 +251,20 @@ def in_backward_refuses_plain_parameters():
 
 def matrices(seed):
     """Hidden matrices that do not divide evenly, more than one of a shape, and experts."""
-    draw = torch.Generator().manual_seed(seed)
-    shapes = ((5, 24), (40, 16), (5, 24), (1, 16), (5, 24), (40, 16), (4, 6, 10))
-    return [on_device(torch.randn(s, generator=draw, device="cpu"), torch.bfloat16) for s in shapes]
+    return of_shapes(((5, 24), (40, 16), (5, 24), (1, 16), (5, 24), (40, 16), (4, 6, 10)), seed)
 
 
 @case(rows=(0,), columns=(1,))
 def muon_of_shards(dim):
     """Matrices that come together at their homes, and experts that stay: as one process computes them."""
     kinds = [[Shard(dim)]] * 5 + [[Replicate()], [Shard(2 * dim)]]
-    plain = [nn.Parameter(p) for p in matrices(0)]
-    sharded = [
-        nn.Parameter(distribute_tensor(p, mesh(), kind)) for p, kind in zip(matrices(0), kinds, strict=True)
-    ]
+    plain, sharded = parameters(matrices, kinds)
     a, b = Muon(plain, lr=0.02), Muon(sharded, lr=0.02)
     for i in range(3):
-        for p, q, g, kind in zip(plain, sharded, matrices(i + 1), kinds, strict=True):
-            p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), kind)
+        give(plain, sharded, matrices(i + 1), kinds)
         a.step(), b.step()
+    alike(plain, sharded)
     for p, q in zip(plain, sharded, strict=True):
-        same(p, full(q.detach()))
         same(a.state[p]["momentum_buffer"], full(b.state[q]["momentum_buffer"]))
 
 
@@ -284,20 +278,6 @@ def muon_of_meshes():
     plain.grad, cut.grad = g, distribute_tensor(g.clone(), two, placements)
     Muon([plain], lr=0.02).step(), Muon([cut], lr=0.02).step()
     same(plain, full(cut.detach()))
-
-
-@case
-def muon_fsdp2():
-    """FSDP2 with AdamW for the rest, saved and loaded by the distributed checkpoint in mid-run."""
-    whole, cut = sharded(), sharded()
-    a, b = (Muon(muon_groups(net, lr=1e-2), lr=0.02) for net in (whole, cut))
-    trained(whole, a, 4), trained(cut, b, 2)
-    saved = copy.deepcopy(get_optimizer_state_dict(cut, b))
-    b = Muon(muon_groups(cut))
-    set_optimizer_state_dict(cut, b, saved)
-    trained(cut, b, 2, first=2)
-    for p, q in zip(whole.parameters(), cut.parameters(), strict=True):
-        same(full(p.detach()), full(q.detach()))
 
 
 @case

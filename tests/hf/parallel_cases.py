@@ -160,12 +160,7 @@ def backward(results, p):
 def held(name, *draws, norms=("max", "rms")):
     """The rule of tests/ops/checks.py, over all draws (ours, plain, exact) together."""
     for got, eager, _ in draws:
-        assert got.shape == eager.shape and got.dtype == eager.dtype, (
-            name,
-            got.shape,
-            eager.shape,
-            got.dtype,
-        )
+        assert (got.shape, got.dtype) == (eager.shape, eager.dtype), name
     got, eager, exact = (torch.cat([t.flatten() for t in of]) for of in zip(*draws, strict=True))
     ours, theirs = (got.double() - exact), (eager.double() - exact)
     ulp = torch.finfo(got.dtype).eps * (1 + 3 / max(got.numel(), 1) ** 0.5)
@@ -264,8 +259,7 @@ def compared(p, options, layout, sp, call, unsharded, more):
 
 def check(options, dtype=torch.float32, *, seed, layout="uneven", sp=False, **more):
     """parallel.linear_cross_entropy by `compare`."""
-    call = parallel.linear_cross_entropy
-    compare(drawn(dtype, seed), options, layout, sp, call, lambda p: [formula(p, options)], **more)
+    compare(drawn(dtype, seed), options, layout, sp, LOSS, lambda p: [formula(p, options)], **more)
 
 
 def mine_back(got, layout):
@@ -317,9 +311,7 @@ def parallel_partial_hidden_gradient():
         gradients = []
         for partial in (False, True):
             hidden, weight, _, kwargs = operands(p, {"reduction": reduction}, "uneven", False)
-            loss = parallel.linear_cross_entropy(
-                hidden, weight, p["target"], group(), **kwargs, partial_hidden_grad=partial
-            )
+            loss = LOSS(hidden, weight, p["target"], group(), **kwargs, partial_hidden_grad=partial)
             backward((loss,), p)
             if partial:
                 dist.all_reduce(hidden.grad)
@@ -327,7 +319,7 @@ def parallel_partial_hidden_gradient():
         assert all(map(torch.equal, *gradients))
     both = {"sequence_parallel": True, "partial_hidden_grad": True}
     call = share(p["hidden"]), mine(p["weight"], "uneven"), p["target"], group()
-    refused(lambda: parallel.linear_cross_entropy(*call, **both), "partial_hidden_grad must be False")
+    refused(lambda: LOSS(*call, **both), "partial_hidden_grad must be False")
 
 
 @case
@@ -343,9 +335,8 @@ def parallel_dtypes():
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast(device_type(), dtype):
             want = tigon.linear_cross_entropy(*whole, p["target"], denominator=torch.tensor(9.0))
-            loss = parallel.linear_cross_entropy(
-                *part, p["target"].int(), group(), denominator=torch.tensor([9], dtype=torch.int32)
-            )
+            count = torch.tensor([9], dtype=torch.int32)
+            loss = LOSS(*part, p["target"].int(), group(), denominator=count)
         torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
         gradients = torch.autograd.grad(loss, part)
         dhidden, dweight = torch.autograd.grad(want, whole)
@@ -376,7 +367,7 @@ def parallel_confident():
     p["weight"] *= 40
     p["target"] = (p["hidden"] @ p["weight"].T).argmax(-1)
     exact, exact_grads = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
-    (loss,), (dhidden, *_) = sharded(p, {"reduction": "none"}, "uneven", False, parallel.linear_cross_entropy)
+    (loss,), (dhidden, *_) = sharded(p, {"reduction": "none"}, "uneven", False, LOSS)
     whole = p["hidden"].clone().requires_grad_()
     unsharded = tigon.linear_cross_entropy(whole, p["weight"], p["target"], reduction="none")
     (unsharded * p["upstream"]).sum().backward()
@@ -394,7 +385,7 @@ def parallel_outputs():
     want = tigon.linear_cross_entropy(p["hidden"], p["weight"], p["target"], **options)
     for layout, sp in itertools.product(LAYOUTS, (False, True)):
         hidden, weight, _, kwargs = operands(p, options, layout, sp)
-        got = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), **kwargs, chunk_rows=10)
+        got = LOSS(hidden, weight, p["target"], group(), **kwargs, chunk_rows=10)
         assert got._fields == names
         for name, a, b in zip(names, got, want, strict=True):
             assert a.shape == b.shape and a.dtype == b.dtype, name
@@ -434,7 +425,7 @@ def loss_of(p, **more):
     weight = mine(p["weight"], "uneven").requires_grad_()
     hidden = p["hidden"].clone().requires_grad_()
     more = {"reduction": "none"} | more
-    loss = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), **more)
+    loss = LOSS(hidden, weight, p["target"], group(), **more)
     return loss, hidden, weight
 
 
@@ -465,12 +456,9 @@ def parallel_broken_rows():
         p = problem(torch.float32, 9)
         p["target"][3, 1] = 100 if half.start else 200
         p["bias"][half] = -torch.inf
-        exact, exact_grads = plain(
-            p, torch.float64, lambda p: [formula(p, {"reduction": "none", "bias": True})]
-        )
-        (loss,), (dhidden, *_) = sharded(
-            p, {"reduction": "none", "bias": True}, "uneven", False, parallel.linear_cross_entropy
-        )
+        options = {"reduction": "none", "bias": True}
+        exact, exact_grads = plain(p, torch.float64, lambda p, o=options: [formula(p, o)])
+        (loss,), (dhidden, *_) = sharded(p, options, "uneven", False, LOSS)
         there = torch.isfinite(exact[0])
         assert there[3, 1] and torch.equal(loss.isinf(), exact[0].isinf())
         assert (loss - exact[0])[there].abs().max() < 1e-5
@@ -508,17 +496,13 @@ def parallel_nothing_counts():
         p = problem(torch.float32, 10)
         p["target"][:] = -100
         p["hidden"][0] = torch.nan
-        (loss,), gradients = sharded(
-            p, {"reduction": reduction}, "uneven", reduction == "sum", parallel.linear_cross_entropy
-        )
+        (loss,), gradients = sharded(p, {"reduction": reduction}, "uneven", reduction == "sum", LOSS)
         assert torch.equal(loss.nan_to_num(7.0), torch.full_like(loss, want).nan_to_num(7.0))
         if reduction != "none":  # NaN hidden states times 0 are NaN in the weight's matmul
             assert not gradients[0].any()
     hidden = torch.empty(0, H, requires_grad=True)
     weight = torch.randn(5, H, requires_grad=True)
-    loss = parallel.linear_cross_entropy(
-        hidden, weight, torch.empty(0, dtype=torch.long), group(), reduction="sum"
-    )
+    loss = LOSS(hidden, weight, torch.empty(0, dtype=torch.long), group(), reduction="sum")
     loss.backward()
     assert loss == 0 and not weight.grad.any()
     logits, none = torch.empty(2, 0, 5, requires_grad=True), torch.empty(2, 0, dtype=torch.long)
@@ -539,11 +523,11 @@ def parallel_autograd():
     first = torch.autograd.grad(loss, (hidden, weight), p["upstream"], retain_graph=True)
     again = torch.autograd.grad(loss, (hidden, weight), p["upstream"])
     assert all(map(torch.equal, first, again))
-    scalar = parallel.linear_cross_entropy(hidden, weight, p["target"], group())
+    scalar = LOSS(hidden, weight, p["target"], group())
     kept = torch.autograd.grad(scalar, (hidden, weight), retain_graph=True)
     twice = torch.autograd.grad(2 * scalar, (hidden, weight))
     assert all(torch.equal(2 * a, b) for a, b in zip(kept, twice, strict=True))
-    call = functools.partial(parallel.linear_cross_entropy, reduction="none")
+    call = functools.partial(LOSS, reduction="none")
     loss = checkpoint(call, hidden, weight, p["target"], group(), use_reentrant=False)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, (hidden, weight), p["upstream"])))
     loss = call(hidden.detach(), weight, p["target"], group())

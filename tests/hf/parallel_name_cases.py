@@ -58,8 +58,7 @@ def parallel_verl_head():
     whole = [hidden.detach().clone().requires_grad_(), p["weight"].clone().requires_grad_()]
     results = LogProbHead(None)(hidden, weight, target, 0.9, "none", group())
     wanted = tigon.linear_log_prob(*whole, target, temperature=0.9, entropy=True)
-    for got, want in zip(results, wanted, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results, wanted, rtol=1e-5, atol=1e-5)
     sum(r.sum() for r in results).backward()
     sum(r.sum() for r in wanted).backward()
     dist.all_reduce(hidden.grad)  # what verl's gather of the shares does

@@ -8,6 +8,7 @@ import torch
 from parallel_cases import (
     LAYOUTS,
     LORA_SCALE,
+    LOSS,
     OPTIONS,
     H,
     V,
@@ -72,7 +73,7 @@ def parallel_lora_wide_logits():
     )
     for sp, keep_mb in itertools.product((False, True), (0.0, 1.0)):
         more = {"chunk_rows": 10, "keep_mb": keep_mb}
-        (got,), gradients = sharded(p, own, "padded", sp, parallel.linear_cross_entropy, **more)
+        (got,), gradients = sharded(p, own, "padded", sp, LOSS, **more)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert all(g is None or torch.isfinite(g).all() for g in gradients)
 
@@ -89,7 +90,7 @@ def parallel_lora_alone():
             leaves = (hidden, weight, *kwargs["lora"][:2], bias)
             for i, leaf in enumerate(leaves):
                 leaf.requires_grad_(i in trained)
-            loss = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), **kwargs)
+            loss = LOSS(hidden, weight, p["target"], group(), **kwargs)
             backward((loss,), p)
             grads = [leaf.grad for leaf in leaves]
             want = want or grads
@@ -113,22 +114,19 @@ def parallel_main_grad_adds():
         p = problem(torch.float32, 25)
         _, exact = plain(p, torch.float64, lambda p, o=options: [formula(p, o)])
         hidden, weight, _, kwargs = operands(p, options | {"main_grad": True}, layout, False)
+        call = functools.partial(LOSS, hidden, weight, p["target"], group(), **kwargs)
         weight.main_grad.fill_(2.0)
         for _ in range(2):
-            loss = parallel.linear_cross_entropy(
-                hidden, weight, p["target"], group(), **kwargs, chunk_rows=10
-            )
+            loss = call(chunk_rows=10)
             backward((loss,), p)
         _, columns, _ = LAYOUTS[layout][rank()]
         assert weight.grad is None and (weight.main_grad[columns:] == 2.0).all()
         added = (weight.main_grad[:columns].double() - 2.0) / 2.0
         torch.testing.assert_close(added, mine(exact[1], layout)[:columns], rtol=1e-4, atol=2e-6)
         with torch.no_grad():
-            without = parallel.linear_cross_entropy(
-                hidden, weight, p["target"], group(), **kwargs, chunk_rows=10
-            )
+            without = call(chunk_rows=10)
         assert torch.equal(everywhere(loss), without)
-        loss = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), **kwargs).sum()
+        loss = call().sum()
         weight.main_grad.zero_()
         loss.backward(retain_graph=True)
         once = weight.main_grad.clone()
@@ -163,9 +161,7 @@ def parallel_workspace_cap():
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            loss = parallel.linear_cross_entropy(
-                hidden, weight, target, group(), vocab=2 * columns, max_workspace_mb=cap
-            )
+            loss = LOSS(hidden, weight, target, group(), vocab=2 * columns, max_workspace_mb=cap)
             peak = torch.cuda.max_memory_allocated() - before
             del loss
         gradients = 2 * rows * size + 4 * columns * size
@@ -256,7 +252,7 @@ def parallel_refusals():
     usual = {"hidden": p["hidden"], "weight": weight, "target": p["target"], "group": group()}
 
     def call(**options):
-        return parallel.linear_cross_entropy(**usual | options)
+        return LOSS(**usual | options)
 
     def alike(**options):
         return options, options
@@ -342,5 +338,5 @@ def parallel_vocabularies_of_other_sizes():
         target = p["target"].clamp(min=0) % len(whole)
         want = tigon.linear_cross_entropy(p["hidden"], whole, target)
         for vocab in (None, len(whole)):
-            got = parallel.linear_cross_entropy(p["hidden"], shard, target, group(), vocab=vocab)
+            got = LOSS(p["hidden"], shard, target, group(), vocab=vocab)
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

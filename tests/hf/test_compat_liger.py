@@ -26,6 +26,7 @@ from tigon.integrations import liger
 from tigon.integrations.liger import functional as LF
 from tigon.integrations.liger import modules as LM
 from tigon.integrations.liger import patching, paths
+from tigon.integrations.transformers import LazyLogits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -325,41 +326,6 @@ def test_causal_loss_calls_the_public_function(facade, monkeypatch):
     assert LigerForCausalLMLoss(hidden, weight, target, 16) == 3.0
 
 
-def test_norm_classes_equal_the_models_own():
-    pairs = [
-        (LM.LigerRMSNorm, transformers.models.llama.modeling_llama.LlamaRMSNorm),
-        (LM.LigerRMSNormForGemma2, transformers.models.gemma2.modeling_gemma2.Gemma2RMSNorm),
-    ]
-    x = drawn(5, 32).bfloat16()
-    for ours, theirs in pairs:
-        one, two = ours(32), theirs(32)
-        assert torch.equal(one.weight, two.weight)
-        with torch.no_grad():
-            one.weight.add_(0.1 * drawn(32, seed=1))
-            two.weight.copy_(one.weight)
-        assert torch.equal(one(x), two(x)), ours
-    assert LM.LigerRMSNorm(8, elementwise_affine=False)(drawn(2, 8)).shape == (2, 8)
-
-
-@pytest.mark.parametrize(
-    "ours, theirs, family",
-    [
-        ("LigerSwiGLUMLP", "llama.modeling_llama.LlamaMLP", "llama"),
-        ("LigerMLP", "llama.modeling_llama.LlamaMLP", "llama"),
-        ("LigerPhi3SwiGLUMLP", "phi3.modeling_phi3.Phi3MLP", "phi3"),
-    ],
-)
-def test_mlp_classes_load_the_models_weights(ours, theirs, family):
-    module, name = theirs.rsplit(".", 1)
-    stock = getattr(importlib.import_module(f"transformers.models.{module}"), name)(config(family))
-    mine = getattr(LM, ours)(config(family))
-    mine.load_state_dict(stock.state_dict())
-    x = drawn(3, 32)
-    close(mine(x), stock(x))
-    again = pickle.loads(pickle.dumps(mine))
-    assert torch.equal(again(x), mine(x))
-
-
 def test_wrong_options_are_refused():
     with pytest.raises(tigon.Error, match="casting_mode"):
         LM.LigerRMSNorm(8, casting_mode="half")
@@ -412,25 +378,21 @@ def test_both_losses_are_refused():
 def test_cross_entropy_and_a_loss_of_the_program(caplog):
     """InstructLab's: nn.CrossEntropyLoss of logits. The message says what helps, and it does."""
     model, inputs = make(), batch()
-    labels = inputs.pop("labels")
 
-    def run():
-        model.zero_grad()
-        logits = model(**inputs).logits
-        loss = torch.nn.CrossEntropyLoss()(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
-        loss.backward()
-        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    def loss_of(model, inputs):
+        logits, labels = model(inputs["input_ids"]).logits, inputs["labels"]
+        return torch.nn.CrossEntropyLoss()(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1))
 
-    wanted = run()
+    wanted = step(model, inputs, loss_of)
     patching.apply_liger_kernel_to_llama(cross_entropy=True, fused_linear_cross_entropy=False, model=model)
     for _ in range(2):
-        same(run(), wanted)
+        same(step(model, inputs, loss_of), wanted)
     (said,) = [r.getMessage() for r in caplog.records if "given labels" in r.getMessage()]
     assert "tigon.apply(model, lazy_logits=True)" in said
     pickle.loads(pickle.dumps(model))
     report = tigon.apply(model, lazy_logits=True)
-    same(run(), wanted)
-    loss = model(**inputs, labels=labels).loss
+    same(step(model, inputs, loss_of), wanted)
+    loss = model(**inputs).loss
     assert report.head_calls.fused == 2 and report.head_calls.materialised == 0
     close(loss, wanted[0])
 
@@ -489,6 +451,68 @@ def test_auto_classes(name, how, tmp_path):
     report = report_of(model)
     assert report.count("loss") == 1 and report.count("mlp") == 0
     assert type(model) is transformers.LlamaForCausalLM
+
+
+# --- whole classes: models made or loaded after the patch, and models that exist already ----------
+
+
+def test_class_level_patch(facade, tmp_path):
+    """apply_liger_kernel_to_llama() before loading, as LLaMA-Factory and Axolotl do it."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    inputs = batch()
+    stock = make()
+    wanted = step(stock, inputs)
+    stock.save_pretrained(tmp_path)
+    before = transformers.LlamaForCausalLM.__init__
+    assert MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] is apply_liger_kernel_to_llama
+    apply_liger_kernel_to_llama(rope=None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
+    built = transformers.LlamaForCausalLM(config())
+    other = make("qwen2")
+    for model in (loaded, built):
+        report = report_of(model)
+        assert (report.count("norm"), report.count("mlp"), report.count("rope")) == (5, 2, 0)
+        assert isinstance(model(**inputs).logits, LazyLogits)
+        assert not hasattr(model.model, "_tigon_state"), "applied to the inner model too"
+    assert not hasattr(other, "_tigon_state")
+    got = step(loaded, inputs)
+    same(got, wanted)
+    liger.uninstall()
+    assert transformers.LlamaForCausalLM.__init__ is before
+    assert not hasattr(make(), "_tigon_state")
+
+
+def test_class_level_patch_reaches_models_that_exist(facade):
+    """oumi builds its model, then calls _apply_liger_kernel; what is patched or of another type stays."""
+    from liger_kernel.transformers import _apply_liger_kernel
+
+    model, stock, other, mine = make(), make(), make("qwen2"), make(seed=1)
+    inner = make().model
+    before = tigon.apply(mine, norm=False)
+    inputs, wanted = batch(), step(stock, batch())
+    _apply_liger_kernel("llama")
+    assert report_of(model).count("norm") == report_of(inner).count("norm") == 5
+    assert "_tigon_state" not in vars(model.model) and "_tigon_state" not in vars(other)
+    assert report_of(mine) is before and before.count("norm") == 0
+    same(step(model, inputs), wanted)
+    report_of(model).check()
+    report = report_of(model)
+    _apply_liger_kernel("llama")
+    assert report_of(model) is report
+
+
+def test_class_level_patch_on_the_meta_device(facade):
+    patching.apply_liger_kernel_to_llama()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config())
+    assert report_of(model).count("norm") == 5
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.model.rotary_emb.inv_freq.copy_(make().model.rotary_emb.inv_freq)
+    assert model.train()(**batch()).loss.isfinite()
 
 
 # --- the distribution ------------------------------------------------------------------------

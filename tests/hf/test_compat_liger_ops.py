@@ -33,9 +33,7 @@ def with_gradients(function, *inputs):
 
 
 def assert_same(got, wanted, ulps=64.0):
-    assert len(got) == len(wanted)
-    for a, b in zip(got, wanted, strict=True):
-        close(a.float(), b.float(), ulps)
+    close([x.float() for x in got], [x.float() for x in wanted], ulps)
 
 
 LABELS = torch.tensor([3, -100, 0, 7, 2])
@@ -243,6 +241,7 @@ def test_first_values_of_parameters():
     assert dyt.alpha.tolist() == [0.5] and not dyt.beta.any()
     assert poly_norm.bias.shape == () and poly_norm.bias == 1
     assert torch.equal(poly_norm.weight, torch.full((3,), 1 / 3))
+    assert LM.LigerRMSNorm(8, elementwise_affine=False)(drawn(2, 8)).shape == (2, 8)
 
 
 def test_a_subclass_of_the_base_brings_its_passes():

@@ -1,6 +1,7 @@
 """Trainer, its callback, and TRL: switched on in one line, the same losses as stock."""
 
 import functools
+import itertools
 import logging
 import multiprocessing
 import pickle
@@ -8,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import VOCABULARY, batch, close, make, report_of, trainer_options, word_tokenizer
+from tiny import VOCABULARY, adapted, batch, close, make, report_of, trainer_options, word_tokenizer
 
 import tigon
 
@@ -98,15 +99,10 @@ def test_callback_with_model_init(tmp_path):
 
 def test_callback_under_compile_and_peft(tmp_path):
     """Before accelerate compiles; on the model inside PEFT's wrapper."""
-    peft = pytest.importorskip("peft")
     torch._dynamo.reset()
 
     def lora():
-        torch.manual_seed(5)
-        return peft.get_peft_model(
-            make(num_hidden_layers=1),
-            peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"]),
-        )
+        return adapted(make(num_hidden_layers=1), target_modules=["q_proj", "up_proj"])
 
     _, wanted = run(tmp_path, model=lora())
     callback = tigon.TigonTrainerCallback()
@@ -305,29 +301,37 @@ def trl():
     trl.uninstall()
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
-def test_trl(kind, facade, tmp_path, tokenizer, trl):
-    """use_liger_kernel and the fused head together: the losses of stock TRL."""
+@pytest.mark.parametrize(
+    "kind, switch",
+    [*itertools.product(("SFT", "DPO", "KTO", "GRPO"), ["use_liger_kernel"]), ("SFT", "use_kernels")],
+)
+def test_trl(kind, switch, tmp_path, tokenizer, trl):
+    """One line before the trainer: TRL's old switch and the one that it recommends both end at Tigon."""
+    from transformers.utils import is_kernels_available
+
+    from tigon.integrations import liger
+
+    if switch == "use_kernels" and not is_kernels_available():
+        pytest.skip("needs the package kernels in the version that this transformers takes")
     wanted = trl_losses(kind, tmp_path, tokenizer)[1]
-    calls = []
-
-    class Counted(trl.LogProbHead):
-        def apply(self, *args):
-            calls.append(args)
-            return super().apply(*args)
-
-    trl.install()
-    (utils,) = (r.owner for r in trl._replacements() if r.name == trl.NAME)
-    head = getattr(utils, trl.NAME)
-    setattr(utils, trl.NAME, Counted(head.original))
+    asked = {"use_liger_kernel": True}
+    if switch == "use_kernels":
+        asked = {"model_init_kwargs": {"use_kernels": True}}
+    tigon.compat.trl.install()
+    (place,) = (r for r in trl._replacements() if r.name == trl.NAME)
+    head, calls = place.ours, place.ours.calls
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TRL says that the switch is going to leave it
-        trainer, got = trl_losses(kind, tmp_path, tokenizer, use_liger_kernel=True)
-    trl.uninstall()
+        warnings.simplefilter("ignore")  # TRL says that the old switch is going to leave it
+        trainer, got = trl_losses(kind, tmp_path, tokenizer, **asked)
     assert len(got) == 2 and got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
-    report = report_of(trainer.model)
-    assert report.count("norm") == 5 and report.count("mlp") == 2 and report.count("rope") == 1
-    assert calls and getattr(utils, trl.NAME) is head.original
+    assert head.calls >= calls + 2
+    norm = trainer.model.model.norm(torch.randn(3, 32).to(trainer.model.device).requires_grad_())
+    assert "tigon" in str(norm.grad_fn).lower()
+    if switch == "use_liger_kernel":
+        report = report_of(trainer.model)
+        assert [report.count(slot) for slot in ("norm", "mlp", "rope")] == [5, 2, 1]
+    tigon.compat.trl.uninstall()
+    assert not liger.installed() and getattr(place.owner, trl.NAME) is head.original
 
 
 @pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
@@ -351,32 +355,6 @@ def test_trl_in_one_line(kind, tmp_path, tokenizer, caplog, trl):
     trl_losses(kind, tmp_path, tokenizer, callbacks=[left], **changes)
     assert head.calls == calls, "in models that Tigon is not in, or whose loss it leaves"
     assert report_of(trainer.model) is callback.report
-
-
-@pytest.mark.parametrize("switch", ["use_liger_kernel", "use_kernels"])
-def test_trl_by_its_switches(switch, tmp_path, tokenizer, trl):
-    """One line before the trainer: TRL's old switch and the one that it recommends both end at Tigon."""
-    from transformers.utils import is_kernels_available
-
-    from tigon.integrations import liger
-
-    if switch == "use_kernels" and not is_kernels_available():
-        pytest.skip("needs the package kernels in the version that this transformers takes")
-    wanted = trl_losses("SFT", tmp_path, tokenizer)[1]
-    asked = {"use_liger_kernel": True}
-    if switch == "use_kernels":
-        asked = {"model_init_kwargs": {"use_kernels": True}}
-    tigon.compat.trl.install()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TRL says that the old switch is going to leave it
-        trainer, got = trl_losses("SFT", tmp_path, tokenizer, **asked)
-    (head,) = (r.ours for r in trl._replacements() if r.name == trl.NAME)
-    assert got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
-    assert head.calls >= 2
-    norm = trainer.model.model.norm(torch.randn(3, 32).to(trainer.model.device).requires_grad_())
-    assert "tigon" in str(norm.grad_fn).lower()
-    tigon.compat.trl.uninstall()
-    assert not liger.installed()
 
 
 def test_trl_leaves_an_installed_liger(monkeypatch, caplog, trl):
@@ -528,8 +506,7 @@ def test_full_determinism(kind, facade, tmp_path, tokenizer, _switches):
         warnings.simplefilter("ignore")  # TRL says that use_liger_kernel is going to leave it
         (first, losses), (second, again) = train(), train()
     assert is_deterministic() and losses and losses == again
-    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    close([*first.model.parameters()], [*second.model.parameters()], ulps=0)
     weight = first.model.lm_head.weight.detach()
     hidden, target = torch.randn(9, weight.shape[1]), torch.arange(9)
     whole = tigon.linear_log_prob(hidden, weight, target)

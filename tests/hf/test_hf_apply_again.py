@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from tiny import batch, make, same, step
+from tiny import attributes, batch, make, same, step
 from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -18,11 +18,6 @@ from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers.forward import bound
 
 STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
-
-
-def dictionaries(model):
-    """The instance dictionaries of all modules, shallow."""
-    return {path: dict(module.__dict__) for path, module in model.named_modules()}
 
 
 def test_undo_restores_a_loss_function_of_its_own():
@@ -47,10 +42,10 @@ def test_undo_leaves_a_later_loss_function_alone():
 def test_apply_twice_is_harmless():
     model = make()
     report = apply(model)
-    entries, before = list(report.entries), dictionaries(model)
+    entries, before = list(report.entries), attributes(model)
     assert apply(model) is report
     assert sorted(report.entries, key=str) == sorted(entries, key=str)
-    assert dictionaries(model) == before
+    assert attributes(model) == before
     undo(model)
 
 
@@ -172,10 +167,10 @@ def test_known_rotary_of_somebody_else_is_fused_by_a_second_apply(other_rotary):
 
 def test_failed_apply_changes_nothing():
     model = make("gemma", hidden_act="mish")
-    before = dictionaries(model)
+    before = attributes(model)
     with pytest.raises(tigon.Error, match=r"strict.*Mish"):
         apply(model, strict=True)
-    assert dictionaries(model) == before
+    assert attributes(model) == before
     report = apply(model, mlp=False, strict=True)
     assert not report.left
 

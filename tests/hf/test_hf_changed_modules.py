@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from tiny import SHARED, batch, step
+from tiny import SHARED, adapted, batch, step
 from tiny_config import tiny_config
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -66,8 +66,7 @@ def make(name):
         return transformers.AutoModelForCausalLM.from_config(config).train()
     if isinstance(made, dict):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
-        options = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False} | made
-        return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+        return adapted(model, target_modules=TARGETS, **made)
     kind, options = made
     return getattr(transformers, f"{kind}ForCausalLM")(
         getattr(transformers, f"{kind}Config")(**{**SMALL, **options})
@@ -81,90 +80,53 @@ def scaled(value, by=1.25):
     return value * by if numbers and hasattr(value, "shape") else value
 
 
-# Each changes one module and gives back what takes the change away.
-def wrapped(module):
-    before = module.__dict__.get("forward")
-    inner = module.forward
-    module.forward = lambda *args, **kwargs: scaled(inner(*args, **kwargs))
-
-    def remove():
-        del module.forward
-        if before is not None:
-            module.forward = before
-
-    return remove
+def around(function):
+    return lambda *args, **kwargs: scaled(function(*args, **kwargs))
 
 
-def other_class(module):
+# Each changes one module by a monkeypatch, or by a hook, which it gives back.
+def wrapped(patch, module):
+    patch.setitem(vars(module), "forward", around(module.forward))
+
+
+def call_impl(patch, module):
+    patch.setitem(vars(module), "_call_impl", around(module._call_impl))
+
+
+def other_class(patch, module, method="forward"):
     kind = type(module)
-    inner = kind.forward
-    other = type(kind.__name__, (kind,), {"forward": lambda *args, **kwargs: scaled(inner(*args, **kwargs))})
-    module.__class__ = other
-
-    def remove():
-        module.__class__ = kind
-
-    return remove
+    other = type(kind.__name__, (kind,), {method: around(getattr(kind, method))})
+    patch.setattr(module, "__class__", other)
 
 
-def other_call(module):
-    kind = type(module)
-    call = {"__call__": lambda *args, **kwargs: scaled(kind.__call__(*args, **kwargs))}
-    module.__class__ = type(kind.__name__, (kind,), call)
-
-    def remove():
-        module.__class__ = kind
-
-    return remove
+def class_forward(patch, module):
+    patch.setattr(type(module), "forward", around(type(module).forward))
 
 
-def call_impl(module):
-    inner = module._call_impl
-    module._call_impl = lambda *args, **kwargs: scaled(inner(*args, **kwargs))
-    return lambda: delattr(module, "_call_impl")
-
-
-def class_forward(module):
-    kind, own = type(module), vars(type(module)).get("forward")
-    inner = kind.forward
-    kind.forward = lambda *args, **kwargs: scaled(inner(*args, **kwargs))
-
-    def remove():
-        if own is None:
-            del kind.forward
-        else:
-            kind.forward = own
-
-    return remove
-
-
-def parameters(module):
-    before = dict(module._parameters)
-    for name, p in before.items():
+def parameters(patch, module):
+    for name, p in module._parameters.items():
         if p is not None:
-            setattr(module, name, nn.Parameter(p.detach() * 1.25, requires_grad=p.requires_grad))
-    return lambda: module._parameters.update(before)
+            other = nn.Parameter(p.detach() * 1.25, requires_grad=p.requires_grad)
+            patch.setitem(module._parameters, name, other)
 
 
-def trained(module):
-    own = [p for p in module._parameters.values() if p is not None]
-    for p in own:
-        p.requires_grad_(not p.requires_grad)
-    return lambda: [p.requires_grad_(not p.requires_grad) for p in own]
+def trained(patch, module):
+    for p in module.parameters(recurse=False):
+        patch.setattr(p, "requires_grad", not p.requires_grad)
 
 
 CHANGES = {
     "wrapped": wrapped,
     "class": other_class,
     "class_forward": class_forward,
-    "call": other_call,
+    "call": functools.partial(other_class, method="__call__"),
     "call_impl": call_impl,
     "parameters": parameters,
     "trained": trained,
-    "pre": lambda m: m.register_forward_pre_hook(lambda _, args: scaled(args)).remove,
-    "post": lambda m: m.register_forward_hook(lambda _, args, y: scaled(y)).remove,
-    "backward_pre": lambda m: m.register_full_backward_pre_hook(lambda _, dy: scaled(dy)).remove,
-    "backward": lambda m: m.register_full_backward_hook(lambda _, dx, dy: scaled(dx)).remove,
+    "pre": lambda _, m: m.register_forward_pre_hook(lambda _, args: scaled(args)),
+    "post": lambda _, m: m.register_forward_hook(lambda _, args, y: scaled(y)),
+    "backward_pre": lambda _, m: m.register_full_backward_pre_hook(lambda _, dy: scaled(dy)),
+    "backward": lambda _, m: m.register_full_backward_hook(lambda _, dx, dy: scaled(dx)),
 }
 
 
@@ -214,11 +176,9 @@ def differs(got, wanted) -> str | None:
 
 @contextlib.contextmanager
 def changed(model, path, change):
-    remove = CHANGES[change](model.get_submodule(path))
-    try:
+    no_hook = contextlib.nullcontext()
+    with pytest.MonkeyPatch.context() as patch, CHANGES[change](patch, model.get_submodule(path)) or no_hook:
         yield
-    finally:
-        remove()
 
 
 @pytest.mark.slow
@@ -353,13 +313,7 @@ HEADS = {
     "input and bias": lambda inner: lambda x: inner(x * 1.5) + torch.arange(97.0),
     "mask": lambda inner: lambda x: inner(x).masked_fill(torch.arange(97) > 90, -1e4),
     "cast": lambda inner: lambda x: inner(x).to(torch.bfloat16).float(),
-    "other": lambda inner: (
-        lambda x: (
-            x @ inner.__self__.module.weight.t().flip(0)
-            if hasattr(inner.__self__, "module")
-            else x @ inner.__self__.weight.t().flip(0)
-        )
-    ),
+    "other": lambda inner: lambda x: x @ getattr(inner.__self__, "module", inner.__self__).weight.t().flip(0),
 }
 
 
@@ -520,10 +474,7 @@ def test_applied_again_the_report_says_what_runs(changes, native, monkeypatch):
     assert (report.count("norm"), report.count("mlp")) == (norms, mlps), report
 
 
-def _peft(model, **options):
-    torch.manual_seed(7)
-    options = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False} | options
-    return peft.get_peft_model(model, peft.LoraConfig(**options))
+_peft = functools.partial(adapted, target_modules=["q_proj", "up_proj"])
 
 
 def _added(model):

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import transformers
-from tiny import batch, make, same_bits, step, trainer_options
+from tiny import adapted, batch, make, same_bits, step, trainer_options
 
 import tigon
 from tigon.checkpoint import GROUPS
@@ -47,22 +47,14 @@ def test_the_same_bits(name, patched, save):
 
 @pytest.mark.parametrize("save", [(), ("attention", "matmuls"), tuple(GROUPS)])
 def test_lora(save):
-    peft = pytest.importorskip("peft")
-    model = model_of("llama", patched=False)
-    options = {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.25}
-    model = peft.get_peft_model(model, peft.LoraConfig(**options))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
+    model = adapted(model_of("llama", patched=False), lora_dropout=0.25)
     tigon.apply(model)
     model.enable_input_require_grads()
     found = []
     for policy in (None, save):
         if policy is not None:
             switch(model, policy)
-        torch.manual_seed(3)
-        found.append(step(model, batch()))
+        found.append(step(model, batch(), seed=3))
     same_bits(*found)
 
 

@@ -1,6 +1,7 @@
-"""tigon.transformers: modules of a configuration equal the models' own, and load their weights."""
+"""Modules of a configuration, tigon's and those of Liger's names: the models' own, with their weights."""
 
 import importlib
+import pickle
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tiny import close, config, make
 
 import tigon
 from tigon import transformers as tt
+from tigon.integrations.liger import modules as liger
 
 
 def theirs(path):
@@ -19,28 +21,35 @@ def theirs(path):
 @pytest.mark.parametrize(
     "ours, other, family",
     [
-        ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama"),
-        ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama_bias_tied"),
-        ("GatedMLP", "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
-        ("FusedGatedMLP", "phi3.modeling_phi3.Phi3MLP", "phi3"),
+        (tt.GatedMLP, "llama.modeling_llama.LlamaMLP", "llama"),
+        (tt.GatedMLP, "llama.modeling_llama.LlamaMLP", "llama_bias_tied"),
+        (tt.GatedMLP, "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
+        (tt.FusedGatedMLP, "phi3.modeling_phi3.Phi3MLP", "phi3"),
+        (liger.LigerSwiGLUMLP, "llama.modeling_llama.LlamaMLP", "llama"),
+        (liger.LigerMLP, "llama.modeling_llama.LlamaMLP", "llama"),
+        (liger.LigerPhi3SwiGLUMLP, "phi3.modeling_phi3.Phi3MLP", "phi3"),
     ],
 )
 def test_mlps(ours, other, family):
-    stock, mine = theirs(other)(config(family)), getattr(tt, ours)(config(family))
+    stock, mine = theirs(other)(config(family)), ours(config(family))
     mine.load_state_dict(stock.state_dict())
     x = torch.randn(3, 32, requires_grad=True)
     close(mine(x), stock(x))
-    for one, two in zip(mine.parameters(), stock.parameters(), strict=True):
-        grads = [torch.autograd.grad(m(x).square().sum(), p)[0] for m, p in ((mine, one), (stock, two))]
-        close(*grads, ulps=256)
+    assert torch.equal(pickle.loads(pickle.dumps(mine))(x), mine(x))
+    close(*(torch.autograd.grad(m(x).square().sum(), [*m.parameters()]) for m in (mine, stock)), ulps=256)
 
 
 @pytest.mark.parametrize(
     "ours, other",
-    [("RMSNorm", "llama.modeling_llama.LlamaRMSNorm"), ("GemmaRMSNorm", "gemma.modeling_gemma.GemmaRMSNorm")],
+    [
+        (tt.RMSNorm, "llama.modeling_llama.LlamaRMSNorm"),
+        (tt.GemmaRMSNorm, "gemma.modeling_gemma.GemmaRMSNorm"),
+        (liger.LigerRMSNorm, "llama.modeling_llama.LlamaRMSNorm"),
+        (liger.LigerRMSNormForGemma2, "gemma2.modeling_gemma2.Gemma2RMSNorm"),
+    ],
 )
 def test_norms(ours, other):
-    one, two = getattr(tt, ours)(16, eps=1e-5), theirs(other)(16, eps=1e-5)
+    one, two = ours(16, eps=1e-5), theirs(other)(16, eps=1e-5)
     assert torch.equal(one.weight, two.weight)
     with torch.no_grad():
         two.weight.add_(0.1 * torch.randn(16))
@@ -69,19 +78,14 @@ def test_causal_lm_loss(given, count):
     wanted = ForCausalLMLoss(hidden @ weight.T, labels, 31, count, shift_labels=shifted)
     got = tt.causal_lm_loss(hidden, weight, labels, num_items_in_batch=count, shift_labels=shifted)
     close(got, wanted)
-    for one, two in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (got, wanted)), strict=True):
-        close(one, two, ulps=256)
+    close(*(torch.autograd.grad(x, (hidden, weight)) for x in (got, wanted)), ulps=256)
 
 
 def test_rotary():
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k, angle = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8)
-    for one, two in zip(
-        *(f(q, k, angle.cos(), angle.sin()) for f in (tt.apply_rotary_pos_emb, apply_rotary_pos_emb)),
-        strict=True,
-    ):
-        close(one, two)
+    close(*(f(q, k, angle.cos(), angle.sin()) for f in (tt.apply_rotary_pos_emb, apply_rotary_pos_emb)))
 
 
 @pytest.mark.parametrize("positions", [None, "packed"])
@@ -97,8 +101,7 @@ def test_rotary_modules_are_the_models_own(positions):
     tables = qwen3.Qwen3RotaryEmbedding(settings)(q, ids)
     given = None if positions is None else ids
     rotary = tt.RotaryEmbedding(8, 5000.0)
-    for one, two in zip(rotary(q, k, given), qwen3.apply_rotary_pos_emb(q, k, *tables), strict=True):
-        close(one, two)
+    close(rotary(q, k, given), qwen3.apply_rotary_pos_emb(q, k, *tables))
     close(rotary(q, None, given), rotary(q, k, given)[0])
     turned = tt.RotaryEmbedding(8, 5000.0, unsqueeze_dim=2)(q.transpose(1, 2), k.transpose(1, 2), given)
     close(turned[1].transpose(1, 2), rotary(q, k, given)[1])
@@ -110,14 +113,12 @@ def test_rotary_modules_are_the_models_own(positions):
             weight.copy_(norm.weight)
     got = both(q, k, given)
     wanted = qwen3.apply_rotary_pos_emb(norms[0](q), norms[1](k), *tables)
-    for one, two in zip(got, wanted, strict=True):
-        close(one, two)
+    close(got, wanted)
     grads = [
         torch.autograd.grad(y[0].cos().sum(), (q, w))
         for y, w in ((got, both.q_weight), (wanted, norms[0].weight))
     ]
-    for one, two in zip(*grads, strict=True):
-        close(one, two, ulps=256)
+    close(*grads, ulps=256)
     close(both(q, None, given), got[0])
 
 

@@ -2,13 +2,13 @@
 
 import contextlib
 import copy
-import gc
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHARED, batch, close, make, same, step
-from torch.distributed.device_mesh import init_device_mesh
+from tiny import SHARED, adapted, apply_around, batch, close, make, same, step
+from torch._dynamo.testing import CompileCounter
 
 from tigon.integrations.transformers import LazyLogits, apply, undo
 
@@ -51,8 +51,7 @@ def test_accumulation_over_micro_batches(device):
     for rows in (slice(0, 1), slice(1, 4)):
         part = {name: tensor[rows] for name, tensor in whole.items()}
         model(**part, num_items_in_batch=count).loss.backward()
-    for name, parameter in model.named_parameters():
-        close(parameter.grad, wanted[name], ulps=256)
+    close({name: p.grad for name, p in model.named_parameters()}, wanted, ulps=256)
 
 
 # --- torch.compile ---------------------------------------------------------------------------
@@ -72,39 +71,31 @@ def test_compiled_output_carries_lazy_logits(device):
 
 def test_compile_does_not_recompile_per_step(device):
     torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    counter = CompileCounter()
     model = make(device=device, num_hidden_layers=1)
     apply(model)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
     for seed in range(4):
         step(compiled, batch(device, seed=seed))
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_layers_compiled_one_by_one_share_a_graph(device, family):
     """More layers than dynamo makes versions of one function; stock and patched compile equally often."""
-    graphs, losses = {"stock": 0, "tigon": 0}, {}
-    for provider in graphs:
+    counts, losses = [], []
+    for patched in (False, True):
         torch._dynamo.reset()
-
-        def backend(graph, example_inputs, provider=provider):
-            graphs[provider] += 1
-            return graph.forward
-
+        counter = CompileCounter()
         model = make(family, device=device, num_hidden_layers=10, use_cache=False)
-        if provider == "tigon":
+        if patched:
             apply(model)
         for layer in model.model.layers:
-            layer.compile(backend=backend, fullgraph=True)
-        losses[provider] = step(model, batch(device))[0]
-    assert graphs["tigon"] == graphs["stock"] < 10
-    close(losses["tigon"], losses["stock"])
+            layer.compile(backend=counter, fullgraph=True)
+        losses.append(step(model, batch(device))[0])
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] < 10
+    close(losses[1], losses[0])
 
 
 def test_compile_under_autocast_and_with_a_custom_loss(device):
@@ -164,27 +155,11 @@ LORA = {
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("what", LORA)
 def test_lora(what, when, device):
-    peft = pytest.importorskip("peft")
-    inputs = batch(device)
-
-    def build(patch):
-        model = make(device=device)
-        if patch == "before":
-            reports.append(apply(model))
-        torch.manual_seed(5)
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=2, lora_alpha=4, init_lora_weights=False, **LORA[what])
-        ).train()
-        if patch == "after":
-            reports.append(apply(model))
-        return model
-
-    reports = []
-    wanted = step(build(None), inputs)
-    model = build(when)
-    got = step(model, inputs)
-    same(got, wanted, ulps=512)
-    report = reports[0]
+    inputs, base = batch(device), make(device=device)
+    around = functools.partial(adapted, **LORA[what])
+    wanted = step(around(copy.deepcopy(base)), inputs)
+    model, report = apply_around(around, base, when)
+    same(step(model, inputs), wanted, ulps=512)
     if what == "bias_on_head":
         assert report.head_calls.fused == 0  # more than two matmuls: logits
     else:
@@ -202,8 +177,7 @@ def test_lora_on_the_head_in_all_its_states(device):
     inputs = batch(device)
 
     def states(model):
-        torch.manual_seed(5)
-        model = peft.get_peft_model(model, config).train()
+        model = adapted(model, target_modules=["lm_head"])
         model.add_adapter("other", config)
         model.add_adapter("dropped", dropped)
         report = apply(model) if patch else None
@@ -229,47 +203,6 @@ def test_lora_on_the_head_in_all_its_states(device):
     for (name, want, _), (_, got, count) in zip(wanted, states(make(device=device)), strict=True):
         close(got, want, ulps=256)
         assert count == fused[name], name
-
-
-# --- FSDP ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def process_group():
-    """A gloo group of this process alone; destroyed only when nothing of the test uses it."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    gc.collect()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("own_unit", [True, False])
-def test_fsdp2_head(own_unit, process_group):
-    """The head is gathered when the loss runs: the loss goes through the head module."""
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    stock = make()
-    inputs = batch()
-    wanted = step(stock, inputs)
-    mesh = init_device_mesh("cpu", (1,))
-    model = copy.deepcopy(stock)
-    for layer in model.model.layers:
-        fsdp.fully_shard(layer, mesh=mesh)
-    if own_unit:
-        fsdp.fully_shard(model.lm_head, mesh=mesh)
-    fsdp.fully_shard(model, mesh=mesh)
-    report = apply(model)
-    ledger = model._tigon_state.ledger
-    for given_back in (False, True):  # by the MLPs, whose weights come and go
-        model.zero_grad()
-        loss = model(**inputs).loss
-        assert (0 < ledger.owed < ledger.taken) == given_back
-        loss.backward()
-        close(loss.detach(), wanted[0])
-        for name, parameter in model.named_parameters():
-            close(parameter.grad.full_tensor(), wanted[1][name], ulps=256)
-    assert report.head_calls.fused == 2 and report.head_calls.materialised == 0
 
 
 def test_shared_configuration_has_no_dropout():

@@ -7,7 +7,8 @@ import importlib
 import pytest
 import torch
 from test_hf_experts import CLASSES, Config
-from tiny import assert_as_good, close, make, report_of
+from tiny import assert_as_good, batch, close, make, report_of, same_bits
+from tiny import step as model_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -104,9 +105,7 @@ def test_one_parameter(name):
     stock = adapted("qwen3_moe", names=[name], use_rslora=True)
     ours, inputs = copy.deepcopy(stock), inputs_of("qwen3_moe", torch.float32)
     assert f"adapters of {name}" in str(apply(ours))
-    wanted = step(stock, inputs)
-    for key, value in step(ours, inputs).items():
-        close(value, wanted[key], ulps=1024)
+    close(step(ours, inputs), step(stock, inputs), ulps=1024)
 
 
 def _hook(layer):
@@ -114,12 +113,10 @@ def _hook(layer):
 
 
 def _second(layer, *active):
-    options = {"lora_alpha": 1, "init_lora_weights": False, "target_modules": []}
+    config = peft.LoraConfig(r=2, lora_alpha=1, init_lora_weights=False, target_modules=[])
     torch.manual_seed(6)
-    layer["experts"].update_layer("other", r=2, lora_alpha=1, config=peft.LoraConfig(r=2, **options))
-    layer["experts"].base_layer.update_layer(
-        "other", r=2, lora_alpha=1, config=peft.LoraConfig(r=2, **options)
-    )
+    for wrapper in (layer["experts"], layer["experts"].base_layer):
+        wrapper.update_layer("other", r=2, lora_alpha=1, config=config)
     for wrapper in (layer["experts"], layer["experts"].base_layer):
         nn.init.normal_(wrapper.lora_B["other"].weight)
         wrapper.set_adapter(list(active))
@@ -185,15 +182,16 @@ def test_compiled(family, default_device):
     compiled = torch.compile(model["experts"], fullgraph=True, backend="aot_eager")
     with torch.device("cpu") if default_device else contextlib.nullcontext():
         found = step(model, inputs, lambda _, *args: compiled(*args))
-    for name, value in found.items():
-        close(value, wanted[name], ulps=1024)
+    close(found, wanted, ulps=1024)
+
+
+NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+INPUTS = dict.fromkeys(("input_ids", "labels"), batch(tokens=7, masked=0)["input_ids"])
 
 
 def test_a_model_trains_saves_loads_and_merges(tmp_path):
-    base = make("mixtral", experts_implementation="grouped_mm")
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
-    ids = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(1))
+    base, ids = make("mixtral", experts_implementation="grouped_mm"), INPUTS["input_ids"]
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=NAMES, init_lora_weights=False)
     model = peft.get_peft_model(copy.deepcopy(base), config)
     keys = [*model.state_dict()]
     report = apply(model)
@@ -201,7 +199,7 @@ def test_a_model_trains_saves_loads_and_merges(tmp_path):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
     losses = []
     for _ in range(3):
-        losses.append(model(input_ids=ids, labels=ids).loss)
+        losses.append(model(**INPUTS).loss)
         losses[-1].backward()
         optimizer.step(), optimizer.zero_grad()
     assert losses[-1] < losses[0]
@@ -221,8 +219,6 @@ def test_a_model_trains_saves_loads_and_merges(tmp_path):
 @pytest.mark.parametrize("entrance", ["apply", "class", "alive"])
 def test_late_adapters(entrance, options, facade, peft_forwards):
     """PEFT after the patch, of the model, its class, or the class while it is alive: as PEFT before it."""
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    ids = torch.randint(3, 40, (2, 7), generator=torch.Generator().manual_seed(1))
     liger = importlib.import_module("liger_kernel.transformers")
 
     def new(seen=lambda model: None):
@@ -230,7 +226,7 @@ def test_late_adapters(entrance, options, facade, peft_forwards):
         seen(model)
         torch.manual_seed(2)
         config = {"r": 3, "target_modules": ["q_proj"], "init_lora_weights": False}
-        return peft.get_peft_model(model, peft.LoraConfig(target_parameters=names, **config))
+        return peft.get_peft_model(model, peft.LoraConfig(target_parameters=NAMES, **config))
 
     def another(model):
         torch.manual_seed(3)
@@ -242,15 +238,7 @@ def test_late_adapters(entrance, options, facade, peft_forwards):
             liger.apply_liger_kernel_to_mixtral()
         if entrance == "apply" or options:
             apply(model, **options)
-        model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad()
-
-    def gradients(model):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        return found | {"loss": loss.detach()}
+        model_step(model, INPUTS)
 
     wanted = new()
     apply(wanted, **options)
@@ -259,6 +247,5 @@ def test_late_adapters(entrance, options, facade, peft_forwards):
     model = new(late)
     for change in (lambda m: None, another, lambda m: m.set_adapter("default")):
         change(model), change(wanted)
-        got = gradients(model)
-        assert all(value.equal(got.pop(name)) for name, value in gradients(wanted).items()) and not got
+        same_bits(model_step(model, INPUTS), model_step(wanted, INPUTS))
     assert not peft_forwards and report_of(model.base_model.model).count("lora") == 4 + 2

@@ -3,14 +3,13 @@
 import copy
 import functools
 import inspect
-import io
 import itertools
 import pickle
 import types
 
 import pytest
 import torch
-from tiny import batch, close, make, same, step
+from tiny import adapted, apply_around, batch, close, make, same, step
 from torch import nn
 
 from conftest import allocations
@@ -52,16 +51,13 @@ ADAPTERS = {
 @pytest.mark.parametrize("what", ADAPTERS)
 def test_a_step_under_peft_takes_less_than_its_logits(what, when):
     """With the PEFT that is installed, be it one that calls the model (0.21) or its forward (0.18, 0.20)."""
-    peft = pytest.importorskip("peft")
-    options = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
-    config = peft.LoraConfig(**options | ADAPTERS[what])
+    options = {"r": 2, "target_modules": ["q_proj", "down_proj"]} | ADAPTERS[what]
     vocabulary, inputs = 4000, batch(rows=60, tokens=60)  # some chunks of the CPU
 
     def peak(patched):
         model = make(vocab_size=vocabulary, num_hidden_layers=1)
         report = apply(model) if patched and when == "before" else None
-        torch.manual_seed(3)
-        model = peft.get_peft_model(model, config).train()
+        model = adapted(model, **options)
         if patched:
             report = apply(model)
         results.append(step(model, inputs))
@@ -97,10 +93,7 @@ def test_forward_called_by_itself(kind, when, wrapper):
     wrapped = kind(model)
     report = apply(wrapped)
     wrapped = wrapper(wrapped)
-    got = step(wrapped, inputs)
-    close(got[0], wanted[0])
-    for name, grad in wanted[1].items():
-        close(got[1][f"model.{name}"], grad, ulps=256)
+    same(step(wrapped, inputs), (wanted[0], {f"model.{name}": grad for name, grad in wanted[1].items()}))
     if wrapper is not pickled:  # a pickle has a report of its own
         assert (report.head_calls.fused, report.head_calls.lazy) == (1, 1)
     assert isinstance(wrapped(**inputs).logits, LazyLogits)
@@ -111,9 +104,11 @@ def test_forward_called_by_itself(kind, when, wrapper):
 
 
 def test_signature_is_stocks():
+    """Beside it there is no hook; state dicts and files: test_hf_promises.py."""
     model = make()
     wanted = inspect.signature(model.forward)
     apply(model)
+    assert not model._forward_hooks and not model._forward_pre_hooks
     assert inspect.signature(model.forward) == wanted
     assert inspect.signature(copied(model).forward) == wanted
 
@@ -183,15 +178,6 @@ def test_an_error_in_a_forward_leaves_nothing_behind():
     assert report.head_calls.fused == 1
 
 
-def test_state_dict_and_buffers_stay_stocks():
-    model = make()
-    wanted = list(model.state_dict())
-    apply(model)
-    assert list(model.state_dict()) == wanted
-    assert not model._forward_hooks and not model._forward_pre_hooks
-    torch.save(model, io.BytesIO())
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_adaption_prompts(when):
     """Other kinds of PEFT: test_hf_ecosystem.py and test_hf_lora.py."""
@@ -202,10 +188,8 @@ def test_adaption_prompts(when):
         config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
         return peft.get_peft_model(model, config).train()
 
-    wanted, model = step(adapted(make()), batch()), make()
-    report = apply(model) if when == "before" else None
-    model = adapted(model)
-    report = apply(model) if report is None else report
+    wanted = step(adapted(make()), batch())
+    model, report = apply_around(adapted, make(), when)
     same(step(model, batch()), wanted, ulps=512)
     calls = report.head_calls
     assert (calls.fused, calls.lazy, calls.materialised, calls.computed) == (1, 1, 0, 0)

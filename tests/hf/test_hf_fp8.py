@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from tiny import batch, make
+from tiny import batch, make, trainer_options
 from tiny import step as step_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -92,13 +92,10 @@ def test_report():
     assert reasons["model.layers.1.mlp.up_proj"] == "asked for by name: fp8_except"
     assert reasons["model.layers.0.mlp.up_proj"] == "asked for: first_last_bf16"
     assert reasons["model.layers.2.self_attn.q_proj"] == "asked for: first_last_bf16"
-    assert not hasattr(ours.model.layers[0].mlp.up_proj.forward, "__self__") or (
-        type(ours.model.layers[0].mlp.up_proj.forward.__self__) is nn.Linear
-    )
+    assert "forward" not in vars(ours.model.layers[0].mlp.up_proj)
     apply(ours)  # keeps what it is not asked of
-    assert (
-        len(taken(report)) == 3 and ours.model.layers[1].self_attn.q_proj.forward.__self__.spec.dw == "bf16"
-    )
+    assert len(taken(report)) == 3
+    assert ours.model.layers[1].self_attn.q_proj.forward.__self__.spec.dw == "bf16"
 
 
 def test_sizes(monkeypatch):
@@ -174,10 +171,9 @@ def test_evaluation_is_not_quantised():
     apply(ours, fp8="rowwise")
     ids = batch()["input_ids"]
     with torch.no_grad():
-        assert torch.equal(
-            ours.eval()(input_ids=ids).logits, stock.eval()(input_ids=ids).logits
-        ) or torch.allclose(ours(input_ids=ids).logits, stock(input_ids=ids).logits, atol=1e-5)
-        assert not torch.allclose(ours.train()(input_ids=ids).logits, stock(input_ids=ids).logits, atol=1e-5)
+        wanted = stock.eval()(input_ids=ids).logits
+        assert torch.allclose(ours.eval()(input_ids=ids).logits, wanted, atol=1e-5)
+        assert not torch.allclose(ours.train()(input_ids=ids).logits, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
@@ -250,19 +246,8 @@ def test_trainer(bf16, tmp_path):
     losses = []
     for recipe in (None, "rowwise"):
         callback = tigon.TigonTrainerCallback(fp8=recipe, optimizer=True)
-        arguments = transformers.TrainingArguments(
-            str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            learning_rate=3e-3,
-            logging_steps=1,
-            report_to=[],
-            save_strategy="no",
-            use_cpu=True,
-            bf16=bf16,
-            disable_tqdm=True,
-        )
+        options = {"max_steps": 4, "gradient_accumulation_steps": 2, "learning_rate": 3e-3, "bf16": bf16}
+        arguments = transformers.TrainingArguments(**trainer_options(tmp_path, **options))
         dataset = [{"input_ids": row, "labels": row} for row in rows]
         trainer = transformers.Trainer(model(), arguments, train_dataset=dataset, callbacks=[callback])
         trainer.train()

@@ -1,15 +1,14 @@
 """LoRA on a base in float8: frozen weights are quantised once, and may be kept as bytes alone."""
 
 import copy
-import io
 
 import peft
 import pytest
+import tiny
 import torch
 from graph_cases import held, inputs
 from graph_recorder import recording
 from test_hf_fp8 import batch, equal, left, model, of_any_size, ratio, step, taken  # noqa: F401
-from tiny import step as graph_step
 
 import tigon
 from tigon import _fp8_bytes
@@ -17,15 +16,12 @@ from tigon.integrations.transformers import apply, undo
 from tigon.ops import fp8_linear
 from tigon.ops.fp8_weight import Fp8Weight
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FP8 = {"fp8": "rowwise"}
 ONLY = FP8 | {"fp8_base_only": True}
 
 
 def adapted(dtype=torch.float32, **options):
-    torch.manual_seed(5)
-    options = {"r": 4, "target_modules": ALL, "init_lora_weights": False} | options
-    return peft.get_peft_model(model().to(dtype), peft.LoraConfig(**options)).train()
+    return tiny.adapted(model().to(dtype), **options)
 
 
 def bases(wrapped):
@@ -34,9 +30,7 @@ def bases(wrapped):
 
 def close(some, others):
     """Equal but for the order of sums, which a matmul's memory may change."""
-    assert some.keys() == others.keys()
-    for name in some:
-        torch.testing.assert_close(some[name], others[name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(some, others, rtol=1e-4, atol=1e-6)
 
 
 def dequantised(wrapped):
@@ -139,10 +133,7 @@ def test_what_changes_a_frozen_weight():
     report = apply(other.base_model.model, **FP8)
     assert len(taken(report)) == 21 and torch.equal(layer.weight, merged)
     x = torch.randn(4, 64)
-    assert (
-        torch.equal(layer(x), fp8_linear.reference(x, merged))
-        or ratio(fp8_linear.reference(x.double(), merged.double()), layer(x)) > 90
-    )
+    assert ratio(fp8_linear.reference(x.double(), merged.double()), layer(x)) > 90
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -259,10 +250,7 @@ class TestBytesOnly:
     def test_loaded_and_copied(self):
         wrapped, stock = self.pair()
         expected = step(wrapped)
-        buffer = io.BytesIO()
-        torch.save(wrapped, buffer)
-        buffer.seek(0)
-        for other in (copy.deepcopy(wrapped), torch.load(buffer, weights_only=False)):
+        for other in (copy.deepcopy(wrapped), tiny.loaded(wrapped)):
             close(step(other), expected)
             other.load_state_dict({n: t * 2 if "base" in n else t for n, t in stock.state_dict().items()})
             assert not equal(step(other), expected)
@@ -280,7 +268,7 @@ class TestBytesOnly:
                 if seed == 5:
                     for m in (wrapped, twin):
                         m.load_state_dict({n: t * 1.5 for n, t in m.state_dict().items()})
-                some, others = (graph_step(m, inputs(seed)) for m in (wrapped, twin))
+                some, others = (tiny.step(m, inputs(seed)) for m in (wrapped, twin))
                 close(*({"loss": loss} | grads for loss, grads in (some, others)))
             assert held(twin).captures == 2 and held(twin).replays >= 4
 

@@ -7,14 +7,14 @@ import dataclasses
 import functools
 import re
 import types
+from unittest import mock
 
-import peft
 import pytest
 import torch
 import transformers
-from graph_cases import captured, held, inputs, pair
-from graph_recorder import Recorder, recording
-from tiny import make, same_bits, step
+from graph_cases import captured, captured_pair, held, inputs, pair, same_steps, twins
+from graph_recorder import Recorder
+from tiny import adapted, close, make, same_bits, step
 from torch import nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +25,7 @@ from tigon.graphs.watch import Watch
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers.patch import unwrapped
 
-
-@pytest.fixture(autouse=True)
-def recorder():
-    with recording() as recorder:
-        yield recorder
+pytestmark = pytest.mark.usefixtures("recorder")
 
 
 class Helper:
@@ -43,19 +39,8 @@ def _attention(model):
     return model.model.layers[0].self_attn
 
 
-def _swap(model):
-    p = model.model.norm.weight
-    p.data = p.data.clone()
-
-
-def _transpose(model):
-    p = _attention(model).o_proj.weight
-    p.data = p.data.t()
-
-
-def _other_buffer(model):
-    rotary = model.model.rotary_emb
-    rotary.inv_freq = rotary.inv_freq * 2
+def _data(p, of):
+    p.data = of(p.data)
 
 
 def _class(model):
@@ -72,11 +57,11 @@ def _scaled(m):
 
 
 CHANGES = {
-    "swap": _swap,
-    "transpose": _transpose,
+    "swap": lambda m: _data(m.model.norm.weight, torch.clone),
+    "transpose": lambda m: _data(_attention(m).o_proj.weight, torch.t),
     "other parameter": lambda m: setattr(m.model.norm, "weight", _scaled(m)),
     "freeze": lambda m: m.model.embed_tokens.weight.requires_grad_(False),
-    "other buffer": _other_buffer,
+    "other buffer": lambda m: setattr(m.model.rotary_emb, "inv_freq", m.model.rotary_emb.inv_freq * 2),
     "other module": lambda m: m.model.layers.__setitem__(1, copy.deepcopy(m.model.layers[1])),
     "less layers": lambda m: m.model.layers.pop(1),
     "partly eval": lambda m: m.model.layers[0].eval(),
@@ -96,7 +81,7 @@ CHANGES = {
 }
 
 
-def replayed(graphs, before, call) -> list:
+def replayed(before, call) -> list:
     """Which of the graphs that were there before `call` have been replayed in it."""
     seen = []
     original = Recorder.replay
@@ -105,13 +90,8 @@ def replayed(graphs, before, call) -> list:
         seen.append(graph)
         original(self, graph)
 
-    Recorder.replay = replay
-    try:
+    with mock.patch.object(Recorder, "replay", replay):
         call()
-    finally:
-        Recorder.replay = original
-    # What is replayed and dropped at once, before anybody sees its result, is no use of a graph.
-    del graphs
     return [graph for graph in seen if graph in before]
 
 
@@ -119,27 +99,22 @@ def backwards(graphs):
     return [graph.backward for graph in graphs._graphs.values()]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_drops_the_graph(change):
-    model, twin = pair(attention_dropout=0.3 * (change == "dropout"))
-    for m in (model, twin):
-        _attention(m).helper = Helper()
-    graphs = captured(twin)
-    before = backwards(graphs)
-    for m in (model, twin):
+def dropped_by(change, models, before, steps=same_steps):
+    """Nothing that was captured before the change is replayed after it, and both models go on alike."""
+    for m in models:
         step(m, inputs(20))
         torch.manual_seed(5)
-        CHANGES[change](m)
-
-    def call(seed):
-        results = []
-        for m in (model, twin):
-            torch.manual_seed(seed)
-            results.append(step(m, inputs(seed)))
-        same_bits(*results)
-
+        change(m)
     for seed in range(4):
-        assert not replayed(graphs, before, lambda s=seed: call(s))
+        assert not replayed(before, lambda s=seed: steps(models, [s]))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_drops_the_graph(change):
+    models = pair(attention_dropout=0.3 * (change == "dropout"))
+    for m in models:
+        _attention(m).helper = Helper()
+    dropped_by(CHANGES[change], models, backwards(captured(models[1])))
 
 
 HOOKS = {
@@ -152,8 +127,7 @@ HOOKS = {
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_run_in_each_call(hook, caplog):
-    model, twin = pair()
-    graphs = captured(twin)
+    model, twin, graphs = captured_pair()
     handles = [HOOKS[hook](m) for m in ((twin,) if hook == "everywhere" else (model, twin))]
     replays = graphs.replays
     try:
@@ -164,46 +138,37 @@ def test_hooks_run_in_each_call(hook, caplog):
             handle.remove()
     assert graphs.replays == replays
     assert caplog.text.count("runs eagerly: hooks on") == 1
-    for seed in range(2):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(2))
     assert graphs.replays > replays
 
 
 def test_hooks_on_gradients_run():
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     handles = [m.model.norm.weight.register_hook(lambda g: g * 3) for m in (model, twin)]
     replays = held(twin).replays
-    for _ in range(2):
-        same_bits(step(twin, inputs(3)), step(model, inputs(3)))
+    same_steps((model, twin), [3, 3])
     assert held(twin).replays == replays + 2
     held(twin).reset()  # captured with the hooks there
-    for _ in range(3):
-        same_bits(step(twin, inputs(3)), step(model, inputs(3)))
+    same_steps((model, twin), [3, 3, 3])
     assert held(twin).replays > replays + 2
     del handles
 
 
 def test_an_old_loss_may_live_on():
     """Autograd's nodes of parameters live with it: a capture must not meet them."""
-    model, twin = pair()
-    kept = []
-    for seed in range(6):
-        results = []
-        for m in (model, twin):
-            m.zero_grad()
-            loss = m(**inputs(seed)).loss
-            loss.backward()
-            kept.append(loss)
-            results.append((loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}))
-        same_bits(*results)
-    assert held(twin).replays == 4
+    models, kept = pair(), []
+
+    def loss_of(model, given):
+        kept.append(model(**given).loss)
+        return kept[-1]
+
+    same_steps(models, range(6), loss_of=loss_of)
+    assert held(models[1]).replays == 4
 
 
 def test_hooks_behind_accumulation_run_after_a_replay():
     """An optimizer in the backward works; gradients are all there before the first parameter changes."""
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     seen = []
 
     def update(m, p):
@@ -216,8 +181,7 @@ def test_hooks_behind_accumulation_run_after_a_replay():
     step(twin, inputs(3))
     step(model, inputs(3))
     assert seen.count(twin) == seen.count(model) > 0
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q)
+    close([*model.parameters()], [*twin.parameters()], ulps=0)
 
 
 @contextlib.contextmanager
@@ -270,14 +234,13 @@ SWITCHES = {
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_a_switch_outside_of_the_model(switch):
     family = {"registry": {"attn_implementation": "sdpa"}}.get(switch, {})
-    _, twin = pair(**family)
-    graphs = captured(twin)
+    _, twin, graphs = captured_pair(**family)
 
     def call():
         with SWITCHES[switch]():
             step(twin, inputs(1))
 
-    assert not replayed(graphs, backwards(graphs), call)
+    assert not replayed(backwards(graphs), call)
 
 
 def test_under_a_default_device():
@@ -285,8 +248,8 @@ def test_under_a_default_device():
     _, twin = pair()
     with torch.device("cpu"):
         graphs = captured(twin)
-        assert replayed(graphs, backwards(graphs), lambda: step(twin, inputs(1)))
-    assert not replayed(graphs, backwards(graphs), lambda: step(twin, inputs(1)))
+        assert replayed(backwards(graphs), lambda: step(twin, inputs(1)))
+    assert not replayed(backwards(graphs), lambda: step(twin, inputs(1)))
 
 
 LORA = {
@@ -300,14 +263,6 @@ LORA = {
 }
 
 
-def adapted(model, **more):
-    torch.manual_seed(5)
-    options = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, **more
-    )
-    return peft.get_peft_model(model, options).train()
-
-
 def _linear(layer):
     return nn.Linear(layer.in_features, 4, bias=False)
 
@@ -318,35 +273,18 @@ def _lora(model):
 
 @pytest.mark.parametrize("change", LORA)
 def test_a_change_of_adapters_drops_the_graph(change):
-    model = adapted(make("qwen3"), lora_dropout=0.1 * (change == "dropout"))
-    apply(model)
-    twin = copy.deepcopy(model)
-    apply(twin, graphs=True)
-    graphs = captured(twin)
-    before = backwards(graphs)
-    for m in (model, twin):
-        step(m, inputs(20))
-        torch.manual_seed(5)
-        LORA[change](m)
-    trains = any(p.requires_grad for p in unwrapped(twin).parameters()) and change not in ("merge", "disable")
+    models = twins(adapted(make("qwen3"), lora_dropout=0.1 * (change == "dropout")))
 
-    def call(seed):
-        if not trains:
-            assert torch.equal(twin(**inputs(seed)).loss, model(**inputs(seed)).loss)
-            return
-        results = []
-        for m in (model, twin):
-            torch.manual_seed(seed)
-            results.append(step(m, inputs(seed)))
-        same_bits(results[1], results[0])
+    def same_losses(models, seeds):  # nothing is trained
+        for seed in seeds:
+            assert torch.equal(*(m(**inputs(seed)).loss for m in models))
 
-    for seed in range(4):
-        assert not replayed(graphs, before, lambda s=seed: call(s))
+    steps = same_losses if change in ("merge", "disable") else same_steps
+    dropped_by(LORA[change], models, backwards(captured(models[1])), steps)
 
 
 def test_what_changes_in_each_step_runs_eagerly(caplog):
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     for seed in range(60):
         for m in (model, twin):
             _attention(m).scaling += 0.01 * (seed % 3 == 0)

@@ -6,20 +6,15 @@ import types
 
 import pytest
 import torch
-from graph_cases import held, inputs, pair
-from graph_recorder import recording
-from tiny import VOCABULARY, make, same_bits, step
+from graph_cases import held, inputs, near, pair, same_steps
+from tiny import VOCABULARY, step
 from torch import nn
 
 import tigon
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.graphs import GRAPHS
 
-
-@pytest.fixture(autouse=True)
-def recorder():
-    with recording() as recorder:
-        yield recorder
+pytestmark = pytest.mark.usefixtures("recorder")
 
 
 def of_decoder(model):
@@ -54,8 +49,7 @@ def test_a_loss_of_the_program(loss):
     model, twin = pair()
     for m in (model, twin):
         apply(m, lazy_logits=loss is fused)
-    for seed in range(8):
-        same_bits(step(twin, inputs(seed), loss), step(model, inputs(seed), loss))
+    same_steps((model, twin), range(8), loss_of=loss)
     assert held(twin).replays == 0 and of_decoder(twin).replays >= 4
     assert any("Qwen3Model: 1 captured" in line for line in held(twin).lines())
 
@@ -71,9 +65,7 @@ def test_shorter_rows():
             mask[1, -5:] = 0
             given["labels"] = given["labels"].masked_fill(mask == 0, -100)
             results.append(step(m, given | {"attention_mask": mask}, of_hidden))
-        torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-6)
-        for name, gradient in results[0][1].items():
-            torch.testing.assert_close(results[1][1][name], gradient, rtol=2e-4, atol=2e-5, msg=name)
+        near(*reversed(results))
     assert of_decoder(twin).captures == 1 and of_decoder(twin).replays == 4
 
 
@@ -97,20 +89,16 @@ def test_changes_and_copies():
     assert replays > 0
     for m in (model, twin):
         m.model.layers[0].self_attn.scaling *= 2
-    for seed in range(3):
-        same_bits(step(twin, inputs(seed), of_hidden), step(model, inputs(seed), of_hidden))
+    same_steps((model, twin), range(3), loss_of=of_hidden)
     for other in (copy.deepcopy(twin), pickle.loads(pickle.dumps(twin))):
         assert of_decoder(other).outer is held(other) is not held(twin)
-        for seed in range(4):
-            same_bits(step(other, inputs(seed), of_hidden), step(model, inputs(seed), of_hidden))
+        same_steps((model, other), range(4), loss_of=of_hidden)
         assert of_decoder(other).replays > 0
 
 
 def test_a_forward_that_somebody_replaces():
     """TRL's: it calls the decoder, and the patched forward for everything else."""
-    model, twin = make("llama"), make("llama")
-    apply(model)
-    apply(twin, graphs=True)
+    model, twin = pair("llama")
     for m in (model, twin):
         before = m.forward
 
@@ -118,9 +106,5 @@ def test_a_forward_that_somebody_replaces():
             return of_hidden(self, kwargs) if fused_lm_head else before(*args, **kwargs)
 
         m.forward = types.MethodType(fused_forward, m)
-    for seed in range(6):
-        results = [
-            step(m, inputs(seed), lambda m, given: m(fused_lm_head=True, **given)) for m in (model, twin)
-        ]
-        same_bits(*results)
+    same_steps((model, twin), range(6), loss_of=lambda m, given: m(fused_lm_head=True, **given))
     assert of_decoder(twin).replays == 4

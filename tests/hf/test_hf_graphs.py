@@ -8,13 +8,24 @@ import copy
 import itertools
 import pickle
 
-import peft
 import pytest
 import torch
 import transformers
-from graph_cases import TOKENS, captured, fp8_follows_the_optimizer, fp8_pair, held, inputs, pair
-from graph_recorder import Recorder, recording
-from tiny import SHARED, make, report_of, same_bits, step, trainer_options
+from graph_cases import (
+    TOKENS,
+    captured,
+    captured_pair,
+    fp8_follows_the_optimizer,
+    fp8_pair,
+    held,
+    inputs,
+    near,
+    pair,
+    same_steps,
+    twins,
+)
+from graph_recorder import Recorder
+from tiny import SHARED, adapted, close, make, own_loss, report_of, same_bits, step, trainer_options
 from torch import nn
 
 import tigon
@@ -22,11 +33,7 @@ from tigon.graphs import backend
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.graph_arguments import Eagerly, Traits, bucket, sort_out
 
-
-@pytest.fixture(autouse=True)
-def recorder():
-    with recording() as recorder:
-        yield recorder
+pytestmark = pytest.mark.usefixtures("recorder")
 
 
 # --- values ----------------------------------------------------------------------------------
@@ -35,8 +42,7 @@ def recorder():
 @pytest.mark.parametrize("family", ["llama", "llama_bias_tied", "qwen3", "gemma2", "granite"])
 def test_a_replayed_step_is_an_eager_one(family):
     model, twin = pair(family)
-    for seed in range(6):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(6))
     assert held(twin).replays == 4 and held(twin).captures == 1
     assert twin(**inputs()).logits.shape == (2, TOKENS, 97)
 
@@ -72,9 +78,7 @@ def test_shorter_rows_are_padded_to_a_bucket(masks):
 
     for seed, tokens in enumerate([34, 40, 33, 39, 40, 37, 35]):
         got, wanted = step(twin, given(seed, tokens)), step(model, given(seed, tokens))
-        torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
-        for name, gradient in wanted[1].items():
-            torch.testing.assert_close(got[1][name], gradient, rtol=2e-4, atol=2e-5, msg=name)
+        near(got, wanted)
     assert held(twin).captures == 1 and held(twin).replays == 5
     graph = next(iter(held(twin)._graphs.values()))
     kept = {"none": [], "right": [], "left": ["attention_mask"]}.get(masks, ["position_ids"])
@@ -101,8 +105,7 @@ def test_another_label_that_is_ignored():
     for seed in range(5):
         given = inputs(seed, 27, ignore_index=5)
         given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 5)
-        got, wanted = step(twin, given), step(model, given)
-        torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
+        near(step(twin, given), step(model, given))
     assert held(twin).replays == 3
 
 
@@ -112,13 +115,9 @@ def test_no_row_is_padded_beyond_what_a_model_has():
     options = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 45}
     options["pad_token_id"] = 97  # nor an embedding for this
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train()
-    twin = copy.deepcopy(model)
-    apply(model)
-    apply(twin, graphs=True)
+    model, twin = twins(transformers.GPT2LMHeadModel(transformers.GPT2Config(**options, **dropout)).train())
     for tokens in (42, 45, 41, 43):
-        got, wanted = step(twin, inputs(1, tokens)), step(model, inputs(1, tokens))
-        torch.testing.assert_close(got[0], wanted[0], rtol=1e-5, atol=1e-6)
+        near(step(twin, inputs(1, tokens)), step(model, inputs(1, tokens)))
     assert held(twin).replays == 2
 
 
@@ -130,34 +129,34 @@ def test_buckets():
     assert [bucket(n, (100, 200)) for n in (1, 100, 101, 200, 201)] == [100, 100, 200, 200, 201]
 
 
-def test_accumulation_and_scaling():
-    """The first gradients are not those of the second microbatch; what is upstream of the loss arrives."""
-    model, twin = pair()
-    captured(twin)
-    for m in (model, twin):
-        m.zero_grad()
-        for seed in range(3):
-            (m(**inputs(seed), num_items_in_batch=torch.tensor(40)).loss * (seed + 1) / 3).backward()
+def same_gradients(model, twin):
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), name
 
 
+def test_accumulation_and_scaling():
+    """The first gradients are not those of the second microbatch; what is upstream of the loss arrives."""
+    model, twin, _ = captured_pair()
+    for m in (model, twin):
+        m.zero_grad()
+        for seed in range(3):
+            (m(**inputs(seed), num_items_in_batch=torch.tensor(40)).loss * (seed + 1) / 3).backward()
+    same_gradients(model, twin)
+
+
 def test_zeroed_in_place_and_between_forward_and_backward():
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     for to_none in (False, True, False):
         for m in (model, twin):
             loss = m(**inputs(5)).loss
             m.zero_grad(set_to_none=to_none)
             loss.backward()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
+        same_gradients(model, twin)
 
 
 def test_a_step_copies_no_gradient():
     """A parameter takes the graph's memory for its gradient."""
-    _, twin = pair()
-    graphs = captured(twin)
+    _, twin, graphs = captured_pair()
     twin.zero_grad()
     twin(**inputs(9)).loss.backward()
     graph = next(iter(graphs._graphs.values()))
@@ -166,8 +165,7 @@ def test_a_step_copies_no_gradient():
 
 
 def test_gradients_that_somebody_holds_keep_their_values(caplog):
-    _, twin = pair()
-    captured(twin)
+    _, twin, _ = captured_pair()
     step(twin, inputs(7))
     held_before = {n: p.grad for n, p in twin.named_parameters()}
     values = {n: g.clone() for n, g in held_before.items()}
@@ -186,12 +184,10 @@ def test_options_of_the_loss_and_numbers():
     """A number of items is no part of a graph; other options are."""
     model, twin = pair()
     for seed in range(8):
-        given = inputs(seed, num_items_in_batch=20 + seed)
-        same_bits(step(twin, given), step(model, given))
+        same_steps((model, twin), [seed], num_items_in_batch=20 + seed)
     assert held(twin).captures == 1
     for smoothing in (0.1, 0.2, 0.1, 0.2, 0.1, 0.2):
-        given = inputs(0, label_smoothing=smoothing)
-        same_bits(step(twin, given), step(model, given))
+        same_steps((model, twin), [0], label_smoothing=smoothing)
     assert held(twin).captures == 3
 
 
@@ -208,26 +204,24 @@ def test_what_a_loss_counts_is_of_the_tokens_given():
     assert held(twin).replays == 3
 
 
-def test_dropout_draws_what_eager_steps_draw():
-    model, twin = pair(attention_dropout=0.3)
-    for m in (model, twin):
+def same_runs(models):
+    """Six steps of both, each run from one seed."""
+    runs = []
+    for m in models:
         torch.manual_seed(3)
-        m.results = [step(m, inputs(seed)) for seed in range(6)]
-    for got, wanted in zip(twin.results, model.results, strict=True):
-        same_bits(got, wanted)
+        runs.append([step(m, inputs(seed)) for seed in range(6)])
+    for one, other in zip(*runs, strict=True):
+        same_bits(one, other)
+
+
+def test_dropout_draws_what_eager_steps_draw():
+    same_runs(pair(attention_dropout=0.3))
 
 
 def test_autocast():
     model, twin = pair()
-    for seed in range(6):
-        results = []
-        for m in (model, twin):
-            m.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = m(**inputs(seed)).loss
-            loss.backward()
-            results.append((loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters()}))
-        same_bits(results[1], results[0])
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    same_steps((model, twin), range(6), loss_of=autocast(own_loss))
     assert held(twin).replays == 4
     step(twin, inputs(0))
     assert held(twin).captures == 2, "without autocast it is another graph"
@@ -239,8 +233,7 @@ def test_checkpointing(reentrant, caplog):
     for m in (model, twin):
         m.gradient_checkpointing_enable({"use_reentrant": reentrant})
         m.enable_input_require_grads()
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(5))
     assert held(twin).replays == (0 if reentrant else 3)
     assert ("checkpoints are reentrant" in caplog.text) == reentrant
 
@@ -249,8 +242,7 @@ def test_checkpointing(reentrant, caplog):
 def test_recompute(mode):
     model, twin = pair(num_hidden_layers=4)
     report = apply(twin, recompute=mode)
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(5))
     assert held(twin).replays == 3 and "down_proj keep no result" in str(report)
 
 
@@ -258,19 +250,12 @@ def test_recompute(mode):
 def test_checkpoints_with_dropout(where, caplog):
     """The seeds of adapters are drawn once for a layer and its repetition; other dropout runs eagerly."""
     model = make("qwen3", attention_dropout=0.2 * (where == "attention"))
-    options = {"lora_dropout": 0.3, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
-    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
-    apply(model)
-    twin = copy.deepcopy(model)
-    apply(twin, graphs=True)
+    model = adapted(model, lora_dropout=0.3, target_modules=["q_proj", "up_proj"])
+    model, twin = twins(model)
     for m in (model, twin):
         m.gradient_checkpointing_enable({"use_reentrant": False})
         m.enable_input_require_grads()
-        m.train()
-        torch.manual_seed(3)
-        m.results = [step(m, inputs(seed)) for seed in range(6)]
-    for got, wanted in zip(twin.results, model.results, strict=True):
-        same_bits(got, wanted)
+    same_runs((model, twin))
     assert held(twin).replays == 4 * (where == "adapters")
     assert ("checkpoints repeat dropout" in caplog.text) == (where == "attention")
 
@@ -305,16 +290,14 @@ def _load(model):
     ids=["eval", "generate", "optimizer", "load_state_dict", "state_dict", "deepcopy", "pickle"],
 )
 def test_a_graph_outlives(event):
-    model, twin = pair()
-    graphs = captured(twin)
+    model, twin, graphs = captured_pair()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         q.grad = p.grad = None
     for m in (model, twin):
         step(m, inputs(20))
         event(m)
     replays = graphs.replays
-    for seed in range(3):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(3))
     assert (graphs.captures, graphs.replays) == (1, replays + 3)
 
 
@@ -322,14 +305,12 @@ def test_a_graph_outlives(event):
 
 
 def test_two_forwards_before_a_backward(caplog):
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     for m in (model, twin):
         m.zero_grad()
         first, second = m(**inputs(1)).loss, m(**inputs(2)).loss
         (first + 2 * second).backward()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+    same_gradients(model, twin)
     assert "an earlier loss of the model waits for its backward" in caplog.text
     kept = twin(**inputs(3))
     del kept
@@ -339,8 +320,7 @@ def test_two_forwards_before_a_backward(caplog):
 
 
 def test_logits_are_values():
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     out, wanted = twin(**inputs(3)), model(**inputs(3))
     assert torch.equal(out.logits + 0, wanted.logits + 0)
     assert torch.equal(out.logits.argmax(-1), wanted.logits.argmax(-1))
@@ -383,8 +363,7 @@ def test_a_program_that_uses_logits(use, caplog):
 
 
 def test_a_second_backward_is_refused_in_words():
-    _, twin = pair()
-    captured(twin)
+    _, twin, _ = captured_pair()
     loss = twin(**inputs(3)).loss
     loss.backward(retain_graph=True)
     with pytest.raises(tigon.Error, match="differentiated once"):
@@ -396,8 +375,7 @@ def test_a_second_backward_is_refused_in_words():
 @pytest.mark.parametrize("change", ["step", "data"])
 def test_parameters_that_change_before_the_backward(change):
     """A backward would read the new values, or memory that is freed."""
-    _, twin = pair()
-    captured(twin)
+    _, twin, _ = captured_pair()
     loss = twin(**inputs(3)).loss
     if change == "step":
         for p in twin.parameters():
@@ -414,12 +392,9 @@ def test_routers_that_record_or_replay(caplog):
     """The ids are of each forward, and Python reads them."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
     torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SHARED | sizes)).train()
-    twin = copy.deepcopy(model)
-    apply(model)
-    apply(twin, graphs=True)
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    config = transformers.Qwen3MoeConfig(**SHARED | sizes)
+    model, twin = twins(transformers.Qwen3MoeForCausalLM(config).train())
+    same_steps((model, twin), range(5))
     assert held(twin).replays == 3
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(2 * TOKENS * 2)]).view(2, TOKENS, 2, 2)
     replays = held(twin).replays
@@ -432,64 +407,56 @@ def test_routers_that_record_or_replay(caplog):
             same_bits(got, wanted)
         ids = ids.flip(1)
     assert held(twin).replays == replays and "its routers record or replay" in caplog.text
-    for seed in range(3):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(3))
     assert held(twin).replays > replays
 
 
 def test_grad_of_some_parameters():
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     found = []
     for m in (model, twin):
         m.zero_grad()
         found.append(torch.autograd.grad(m(**inputs(3)).loss, [m.model.norm.weight, m.lm_head.weight]))
-    for got, wanted in zip(*found, strict=True):
-        assert torch.equal(got, wanted)
+    close(*found, ulps=0)
     values = [g.clone() for g in found[1]]
     step(twin, inputs(5))
-    assert all(torch.equal(g, v) for g, v in zip(found[1], values, strict=True))
+    close([*found[1]], values, ulps=0)
 
 
 def test_a_capture_that_fails(caplog, recorder):
     model, twin = pair()
     recorder.fail = torch.OutOfMemoryError("CUDA out of memory")
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(5))
     assert held(twin).replays == 0
     assert caplog.text.count("not enough memory to capture") == 1
     assert any("not enough memory" in line for line in held(twin).lines())
     recorder.fail = None
-    for seed in range(4):
-        same_bits(step(twin, inputs(seed, 64)), step(model, inputs(seed, 64)))
+    same_steps((model, twin), range(4), 64)
     assert held(twin).replays > 0, "another shape is tried"
 
 
 @pytest.mark.parametrize("what", ["fits", "leaves something", "does not fit", "is slower"])
 def test_a_later_shape_is_captured_when_it_comes(what, recorder):
     """An eager call would need memory beside the pool; what cannot live beside other graphs ends them."""
-    model, twin = pair()
-    graphs = captured(twin)
+    model, twin, graphs = captured_pair()
     recorder.left = what == "leaves something"
     recorder.fail = torch.OutOfMemoryError("CUDA out of memory") if what == "does not fit" else None
     recorder.times = itertools.chain([0, 1.0], itertools.cycle([0, 1.5])) if what == "is slower" else None
-    for seed in range(5):
-        same_bits(step(twin, inputs(seed, 64)), step(model, inputs(seed, 64)))
+    same_steps((model, twin), range(5), 64)
     replays = {"does not fit": 2, "is slower": 6}.get(what, 7)
     first = what in ("fits", "is slower")
     shapes = [g.inputs["input_ids"].shape[1] for g in graphs._graphs.values()]
     assert shapes == [TOKENS] * first + [64] * (replays == 7) and graphs.replays == replays
     recorder.left, recorder.fail, captures = False, None, graphs.captures
-    same_bits(step(twin, inputs(1)), step(model, inputs(1)))
+    same_steps((model, twin), [1])
     assert graphs.captures == captures + (not first) and graphs.replays == replays + 1
 
 
 def test_inside_another_capture(monkeypatch):
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     replays = held(twin).replays
     monkeypatch.setattr(Recorder, "inside", True)
-    same_bits(step(twin, inputs(3)), step(model, inputs(3)))
+    same_steps((model, twin), [3])
     assert held(twin).replays == replays
 
 
@@ -519,21 +486,14 @@ def test_a_parameter_outside_of_the_model_is_seen(caplog):
 )
 def test_calls_that_run_eagerly_say_why(given, reason, caplog):
     model, twin = pair()
-    for seed in range(4):
-        made = inputs(seed, **given)
+
+    def loss_of(m, made):
         if "inputs_embeds" in given:
             ids = made.pop("input_ids")
             made["inputs_embeds"] = model.model.embed_tokens(ids).detach().requires_grad_()
-        results = []
-        for m in (model, twin):
-            m.zero_grad()
-            output = m(**made)
-            loss = output[0]
-            loss.backward()
-            results.append(
-                (loss.detach(), {n: p.grad.clone() for n, p in m.named_parameters() if p.grad is not None})
-            )
-        same_bits(results[1], results[0])
+        return m(**made)[0]
+
+    same_steps((model, twin), range(4), loss_of=loss_of, **given)
     assert held(twin).replays == 0
     assert caplog.text.count(reason) == 1
 
@@ -559,7 +519,7 @@ def test_graphs_are_bounded(caplog, monkeypatch):
     model, twin = pair()
     for _ in range(3):
         for tokens in (8, 33, 41, 49, 57):
-            same_bits(step(twin, inputs(1, tokens, padded=True)), step(model, inputs(1, tokens, padded=True)))
+            same_steps((model, twin), [1], tokens, padded=True)
     assert held(twin).captures == 3 and "it comes in more than 3 shapes" in caplog.text
     for tokens in (33,) * 8 + (57,):
         step(twin, inputs(1, tokens))
@@ -572,8 +532,7 @@ def test_a_graph_that_is_not_faster_goes(graph, stays, recorder, caplog):
     model, twin = pair()
     ticks = itertools.chain([0, 3.0, 0, 1.0], itertools.cycle([0, 1.5, 0, graph]))
     recorder.times = ticks
-    for seed in range(12):
-        same_bits(step(twin, inputs(seed)), step(model, inputs(seed)))
+    same_steps((model, twin), range(12))
     assert held(twin).replays == (10 if stays else 4)
     assert ("the device is the limit" in caplog.text) != stays
 
@@ -592,15 +551,13 @@ def test_the_report_and_the_environment_say_it(caplog):
 
 def test_two_models_and_copies():
     """Each has graphs of its own; a copy begins without."""
-    model, twin = pair()
-    captured(twin)
+    model, twin, _ = captured_pair()
     other = copy.deepcopy(twin)
     assert held(other) is not held(twin) and held(other).captures == 0
     third = pickle.loads(pickle.dumps(twin))
     for seed in range(6):
-        wanted = step(model, inputs(seed))
         for m in (twin, other, third):
-            same_bits(step(m, inputs(seed)), wanted)
+            same_steps((model, m), [seed])
     assert held(other).replays == 4 and held(third).replays == 4
     assert "1 captured" in str(report_of(other))
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_hf_changed_modules import CHANGES, changed, differs
-from tiny import assert_as_good
+from tiny import InDouble, assert_all_as_good, close
 from torch import nn
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as deepseek
 from transformers.models.glm5_next import modeling_glm5_next as glm
@@ -63,16 +63,9 @@ def run(model, dtype, seed=0):
 
 
 def in_double(module, step=runs):
-    """The class's formula in fp64: ``float()`` keeps fp64."""
-
-    def wide(x):
-        return x.double()
-
-    kept, torch.Tensor.float = torch.Tensor.float, wide
-    try:
-        return step(module.double(), torch.float64)
-    finally:
-        torch.Tensor.float = kept
+    """The class's formula in fp64."""
+    with InDouble():
+        return step(copy.deepcopy(module).double(), torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -82,11 +75,7 @@ def test_as_exact_as_stock(name, dtype):
     patched = copy.deepcopy(stock)
     report = apply(patched, norm=False)
     assert report.count("hyper") == 1, str(report)
-    got, wanted = runs(patched, dtype), runs(stock, dtype)
-    exact = in_double(copy.deepcopy(stock))
-    for i, (a, b, c) in enumerate(zip(got, wanted, exact, strict=True)):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        assert_as_good(a, b, c, torch.finfo(a.dtype).eps, f"{name}, result {i}")
+    assert_all_as_good(runs(patched, dtype), runs(stock, dtype), in_double(stock), ulps=1)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -143,8 +132,7 @@ def test_float64_stays_stock():
     stock = make("deepseek").double()
     patched = copy.deepcopy(stock)
     apply(patched, norm=False)
-    for a, b in zip(run(patched, torch.float64), run(stock, torch.float64), strict=True):
-        assert torch.equal(a, b)
+    close(run(patched, torch.float64), run(stock, torch.float64), ulps=0)
 
 
 class Layer(nn.Module):
@@ -186,14 +174,11 @@ def test_streams_after_a_layer(kind, dtype):
     report = apply(patched)
     assert [e.by for e in report.replaced] == ["tigon.hyper_connection_post (2 places)"], str(report)
     twin = copy.deepcopy(patched)
-    exact = in_double(copy.deepcopy(stock), _step_of_layer)
-    for got in (_step_of_layer(patched, dtype), _step_of_layer(twin, dtype)):
-        for a, b, c in zip(got, _step_of_layer(stock, dtype), exact, strict=True):
-            assert (a.shape, a.dtype) == (b.shape, b.dtype)
-            assert_as_good(a, b, c, torch.finfo(a.dtype).eps)
+    exact = in_double(stock, _step_of_layer)
+    for layer in (patched, twin):
+        assert_all_as_good(_step_of_layer(layer, dtype), _step_of_layer(stock, dtype), exact, ulps=1)
     undo(patched)
-    for a, b in zip(_step_of_layer(patched, dtype), _step_of_layer(stock, dtype), strict=True):
-        assert torch.equal(a, b)
+    close(_step_of_layer(patched, dtype), _step_of_layer(stock, dtype), ulps=0)
 
 
 @pytest.mark.parametrize("kind", ["mixed", "kept"])
@@ -203,8 +188,7 @@ def test_streams_compiled(kind):
     patched = copy.deepcopy(stock)
     apply(patched)
     patched.compile(backend="aot_eager", fullgraph=True)
-    for got, wanted in zip(*(_step_of_layer(m, torch.float32) for m in (patched, stock)), strict=True):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(*(_step_of_layer(m, torch.float32) for m in (patched, stock)))
 
 
 @pytest.mark.parametrize("kind", ["mixed", "kept"])
@@ -213,8 +197,7 @@ def test_streams_that_no_kernel_takes(kind):
     stock = Layer(kind).double()
     patched = copy.deepcopy(stock)
     apply(patched)
-    for a, b in zip(*(_step_of_layer(m, torch.float64) for m in (patched, stock)), strict=True):
-        assert torch.equal(a, b)
+    close(*(_step_of_layer(m, torch.float64) for m in (patched, stock)), ulps=0)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4", "glm5_next", "hy_v4"])
@@ -231,6 +214,5 @@ def test_a_step_of_a_model(family, checkpoints):
     layers = [e for e in report.replaced if e.by == "tigon.hyper_connection_post (2 places)"]
     assert len(layers) == 3
     assert not [e for e in report.left if e.slot == "hyper"]
-    assert report.count("hyper") == 3 * len(layers) + (
-        family != "glm5_next"
-    )  # which has a mean before its head
+    heads = family != "glm5_next"  # which has a mean before its head
+    assert report.count("hyper") == 3 * len(layers) + heads

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import batch, close, make, same, step
+from tiny import adapted, apply_as_stock, batch, close, make, step
 from torch import nn
 
 import tigon
@@ -91,11 +91,7 @@ def adapted_model(quantise, device, dtype=torch.float32, before=lambda model: No
         module.weight.data.copy_(tigon.dequantize(quantised, dtype=module.weight.dtype))
     model.is_loaded_in_4bit, model.is_loaded_in_8bit = quantise is nf4, quantise is int8
     before(model)
-    config = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
-    found = []
-    for one in (model, plain):
-        torch.manual_seed(5)
-        found.append(peft.get_peft_model(one, peft.LoraConfig(**config)).train())
+    found = [adapted(one, target_modules="all-linear", **options) for one in (model, plain)]
     adapters = {n: p for n, p in found[0].named_parameters() if "lora_" in n}
     with torch.no_grad():  # DoRA's magnitudes as well
         for name, parameter in found[1].named_parameters():
@@ -133,8 +129,7 @@ def test_as_with_the_dequantised_weights(kind, what, device, made):
     report = apply(model)
     apply(plain)
     assert report.count("lora") == LAYERS
-    torch.manual_seed(3)
-    wanted = step(plain, inputs)
+    wanted = step(plain, inputs, seed=3)
     torch.manual_seed(3)
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
@@ -150,11 +145,7 @@ def test_as_with_the_dequantised_weights(kind, what, device, made):
 def test_as_peft_computes_nf4(device):
     """bitsandbytes dequantises for its own matmul too: the same numbers."""
     model, _ = adapted_model(nf4, device)
-    patched = copy.deepcopy(model)
-    apply(patched)
-    inputs = batch(device)
-    got, wanted = step(patched, inputs), step(model, inputs)
-    same(got, wanted, ulps=1024)
+    apply_as_stock(model, batch(device), ulps=1024)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import assert_as_good
+from tiny import assert_as_good, with_uneven_norms
 
 from tigon.integrations.transformers import apply
 from tigon.integrations.transformers.patterns.mlp import BATCHED_EXPERTS, EXPERT_GATES, MLPS
@@ -37,12 +37,7 @@ def classes(model_type):
 def build(model_type, dtype=torch.float32):
     """A tiny model whose norms are no identities."""
     torch.manual_seed(0)
-    model = table.build(model_type, classes(model_type)[-1], tiny=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(dtype).train()
+    return with_uneven_norms(table.build(model_type, classes(model_type)[-1], tiny=True)).to(dtype)
 
 
 # Whose stock forward fails.

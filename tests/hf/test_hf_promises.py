@@ -5,14 +5,23 @@ A part is a model in which it runs. The files of the parts have what is particul
 
 import contextlib
 import copy
-import io
 
-import peft
 import pytest
 import torch
 import transformers
 from graph_recorder import recording
-from tiny import assert_step_as_good, batch, report_of, same, same_bits, step, unequal
+from tiny import (
+    adapted,
+    assert_step_as_good,
+    attributes,
+    batch,
+    loaded,
+    report_of,
+    same,
+    same_bits,
+    step,
+    unequal,
+)
 from tiny import make as tiny
 from tiny_config import tiny_config
 
@@ -35,17 +44,14 @@ def of_type(model_type):
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
-def adapted(family="llama", names=("q_proj", "v_proj", "down_proj"), more=None, **options):
-    model = make(family, **(more or {}))
-    torch.manual_seed(5)
-    options = {"r": 4, "target_modules": [*names], "init_lora_weights": False} | options
-    return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+def lora(**options):
+    return adapted(make(), target_modules=["q_proj", "v_proj", "down_proj"], **options)
 
 
-def adapted_experts():
+def lora_of_experts():
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    changes = {"experts_implementation": "grouped_mm", "output_router_logits": False}
-    return adapted("mixtral", ["q_proj"], changes, target_parameters=names)
+    model = mixtral(experts_implementation="grouped_mm")
+    return adapted(model, target_modules=["q_proj"], target_parameters=names)
 
 
 # A model, options of `apply`, slots of which its report has something.
@@ -59,29 +65,20 @@ PARTS = {
     "grouped_mm": (lambda: mixtral(experts_implementation="grouped_mm"), {}, "experts router"),
     "deepseek_v3": (lambda: of_type("deepseek_v3"), {}, "router"),
     "deepseek_v4": (lambda: of_type("deepseek_v4"), {}, "hyper"),
-    "lora": (adapted, {}, "lora"),
-    "lora with biases": (lambda: adapted(lora_bias=True), {}, "lora"),
-    "dora": (lambda: adapted(use_dora=True), {}, "lora"),
-    "lora of experts": (adapted_experts, {}, "lora experts"),
+    "lora": (lora, {}, "lora"),
+    "lora with biases": (lambda: lora(lora_bias=True), {}, "lora"),
+    "dora": (lambda: lora(use_dora=True), {}, "lora"),
+    "lora of experts": (lora_of_experts, {}, "lora experts"),
     "fp8": (make, {"fp8": "rowwise"}, "fp8"),
-    "fp8 and lora": (adapted, {"fp8": "rowwise"}, "fp8 lora"),
-    "bytes alone": (adapted, {"fp8": "rowwise", "fp8_base_only": True}, "fp8 lora"),
+    "fp8 and lora": (lora, {"fp8": "rowwise"}, "fp8 lora"),
+    "bytes alone": (lora, {"fp8": "rowwise", "fp8_base_only": True}, "fp8 lora"),
     "norms again": (make, {"recompute": "norms"}, ""),
     "layers again": (lambda: make(num_hidden_layers=2), {"recompute": 0.5}, ""),
     "graphs": (make, {"graphs": True}, "norm"),
 }
-DOUBLE = (
-    "llama",
-    "gemma",
-    "gemma2",
-    "phi3",
-    "qwen3",
-    "mixtral",
-    "lora",
-    "lora with biases",
-    "dora",
-)  # of stock
-GPU = ("llama", "gemma2", "phi3", "qwen3", "lora", "lora with biases", "dora")
+LORAS = ("lora", "lora with biases", "dora")
+DOUBLE = ("llama", "gemma", "gemma2", "phi3", "qwen3", "mixtral", *LORAS)  # of stock
+GPU = ("llama", "gemma2", "phi3", "qwen3", *LORAS)
 EAGER = ("deepseek_v4", "bytes alone", "graphs")  # compiled, stock of the first has more gradients
 
 
@@ -121,16 +118,6 @@ def settled(model, inputs):
 def agree(got, wanted, device, exact=True):
     """To the bit, but for a GPU's sums in any order."""
     same_bits(got, wanted) if exact and device == "cpu" else same(got, wanted)
-
-
-def attributes(model):
-    return {path: dict(vars(module)) for path, module in model.named_modules()}
-
-
-def loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, loaded])

@@ -3,12 +3,13 @@
 import copy
 import functools
 import importlib
+from unittest import mock
 
-import peft
 import pytest
 import torch
 import transformers
-from tiny import assert_step_as_good, batch, close, double, make, step
+from test_hf_models_table import build, table
+from tiny import adapted, assert_step_as_good, batch, close, double, make, same, step, with_uneven_norms
 from tiny_config import tiny_config
 from torch import nn
 from variants import variant
@@ -19,32 +20,20 @@ from tigon.integrations.transformers import qk_norm, undo
 
 apply = functools.partial(tigon_apply, qk_norm=True)
 
-table = importlib.import_module("models_table")
-
 
 @pytest.fixture
-def calls(monkeypatch):
-    """How often the fused op was called."""
-    made = []
-    op = qk_norm.qk_norm_rope
-    monkeypatch.setattr(qk_norm, "qk_norm_rope", lambda *args, **kw: made.append(1) or op(*args, **kw))
-    return made
+def calls():
+    """Calls of the fused op."""
+    with mock.patch.object(qk_norm, "qk_norm_rope", wraps=qk_norm.qk_norm_rope) as op:
+        yield op.call_args_list
 
 
 def tiny(model_type):
     """A tiny model whose norms are no identities."""
-    name = [name for kind, name in table.models() if kind == model_type][-1]
-    torch.manual_seed(0)
-    if model_type == "glm4_moe":  # its default has none
-        config = tiny_config(transformers.Glm4MoeConfig(use_qk_norm=True))
-        model = transformers.Glm4MoeForCausalLM(config)
-    else:
-        model = table.build(model_type, name, tiny=True)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.train()
+    if model_type != "glm4_moe":
+        return build(model_type)
+    config = tiny_config(transformers.Glm4MoeConfig(use_qk_norm=True))  # its default has none
+    return with_uneven_norms(transformers.Glm4MoeForCausalLM(config))
 
 
 # Norm inside the view's statement, behind the transposed view, before it under a condition, with the rotation
@@ -122,18 +111,15 @@ def test_a_norm_that_changed_runs_by_itself(device, calls):
 
 
 def test_lora_on_the_projections_and_a_norm_to_save(device, calls):
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], modules_to_save=["q_norm"])
-    torch.manual_seed(0)
-    model = peft.get_peft_model(make("qwen3", device=device), config).train()
+    options = {"target_modules": ["q_proj", "k_proj"], "modules_to_save": ["q_norm"]}
+    model = adapted(make("qwen3", device=device), **options)
     inputs = batch(device)
     wanted = step(model, inputs)
     apply(model)
-    got = step(model, inputs)
+    same(step(model, inputs), wanted, ulps=64)
     assert not calls  # PEFT's wrapper of q_norm is no norm
-    for name, grad in wanted[1].items():
-        close(got[1][name], grad)
-    model = peft.get_peft_model(make("qwen3", device=device), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    apply(model.train())
+    model = adapted(make("qwen3", device=device), target_modules=["q_proj"])
+    apply(model)
     step(model, inputs)
     assert len(calls) == 2
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from tiny import SHARED, batch, make, report_of, same_bits, step
+from tiny import SHARED, adapted, attributes, batch, make, report_of, same_bits, step
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -85,9 +85,8 @@ def test_the_same_bits_and_fewer_bytes(family, dtype):
         same_bits(found[mode][0], found[None][0])
     kept = {mode: bytes_ for mode, (_, bytes_, _) in found.items()}
     assert kept[1.0] < kept[0.5] <= kept["elementwise"] <= kept["norms"] <= kept[None]
-    assert (kept["elementwise"] < kept["norms"]) == (
-        family not in ("mixtral", "phi", "gpt2")
-    )  # experts; a gelu
+    products = family not in ("mixtral", "phi", "gpt2")  # experts; a gelu
+    assert (kept["elementwise"] < kept["norms"]) == products
     assert (kept["norms"] < kept[None]) == (family != "olmo2")  # its norms come after
 
 
@@ -127,15 +126,12 @@ def test_a_fraction(fraction):
 
 @pytest.mark.parametrize("mode", ["norms", "elementwise", 0.5])
 def test_lora(mode):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
     models = {}
     for when in ("never", "before", "after"):
         model = build()
         if when == "before":
             tigon.apply(model, recompute=mode)
-        torch.manual_seed(1)
-        model = peft.get_peft_model(model, config).train()
+        model = adapted(model, target_modules=["q_proj", "v_proj", "up_proj"])
         if when != "before":
             tigon.apply(model, recompute=mode if when == "after" else None)
         models[when] = run(model, batch())
@@ -178,7 +174,7 @@ def test_contexts(context):
 def test_undo_copies_and_pickles(mode):
     model, inputs = build(), batch()
     stock = step(model, inputs)
-    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    before = attributes(model)
     tigon.apply(model)
     wanted = step(model, inputs)
     report = tigon.apply(model, recompute=mode)
@@ -191,7 +187,7 @@ def test_undo_copies_and_pickles(mode):
     assert tigon.apply(model, recompute="norms").recompute.kinds == KINDS["norms"]
     assert all(place_of(module) is None for module in model.modules()), "no layer is checkpointed any more"
     tigon.undo(model)
-    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+    assert attributes(model) == before
     same_bits(step(model, inputs), stock)
 
 

@@ -2,14 +2,14 @@
 
 import base64
 import copy
-import io
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHARED, VOCABULARY, batch, same_bits, step, unequal
+from tiny import SHARED, VOCABULARY, batch, loaded, same_bits, step, unequal
 
 import tigon
+from tigon.integrations.transformers.routing import _routers
 
 L, E, K = 3, 8, 2
 COMMON = {**SHARED, "num_hidden_layers": L}
@@ -76,22 +76,11 @@ def test_own_record(name):
 def test_foreign_ids(name):
     """Every router's weights are those of its live scores at the given ids, and it gets a gradient."""
     model, inputs, routed = model_of(name), batch(), drawn(2, 11)
-    seen = {}
-
-    def look(layer):
-        def hook(module, args, out):
-            seen[layer] = out
-
-        return hook
-
-    from tigon.integrations.transformers.routing import _routers
-
-    routers = _routers("test", model)
-    handles = [module.register_forward_hook(look(layer)) for module, layer in routers]
+    routers, seen = _routers("test", model), {}
+    for module, layer in routers:
+        module.register_forward_hook(lambda module, args, out, layer=layer: seen.update({layer: out}))
     with tigon.replay_routing(model, routed):
         step(model, inputs)
-    for handle in handles:
-        handle.remove()
     for module, layer in routers:
         logits, weights, ids = seen[layer]
         assert torch.equal(ids, routed[:, :, layer].flatten(0, 1))
@@ -157,12 +146,8 @@ def test_engines_forms():
         given = [routed[0, :6].numpy(), routed[1, :8].numpy()]
         positions = (mask.cumsum(1) - 1).clamp(0)
         with tigon.replay_routing(model, given, offset=starts if left else 0):
-            losses.append(
-                step(
-                    model,
-                    {"input_ids": ids, "labels": labels, "attention_mask": mask, "position_ids": positions},
-                )
-            )
+            more = {"attention_mask": mask, "position_ids": positions}
+            losses.append(step(model, {"input_ids": ids, "labels": labels} | more))
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-6)
 
 
@@ -173,10 +158,7 @@ def test_copies_and_undo():
     with tigon.replay_routing(model, routed):
         assert unequal(step(model, inputs), own)
         same_bits(step(copy.deepcopy(model), inputs), own)
-        data = io.BytesIO()
-        torch.save(model, data)
-        data.seek(0)
-        same_bits(step(torch.load(data, weights_only=False), inputs), own)
+        same_bits(step(loaded(model), inputs), own)
     tigon.undo(model)
     with pytest.raises(tigon.Error, match=r"model must have routers that tigon.apply"):
         tigon.record_routing(model)

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES, SHARED, batch, make, step
+from tiny import FAMILIES, SHARED, attributes, batch, make, step
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -149,12 +149,12 @@ def test_a_model_beside_a_patched_one_is_stock(name):
     patched = type(model)(model.config).train()
     patched.load_state_dict(model.state_dict())
     wanted, seen = derivatives(model, inputs), hooked(model, inputs)
-    shared, own = shared_state(model), {path: dict(vars(m)) for path, m in model.named_modules()}
+    shared, own = shared_state(model), attributes(model)
     report = apply(patched, qk_norm=True)
     assert report.count("rope")
     step(patched, inputs)
     assert not same_objects(shared, shared_state(model))
-    assert own == {path: dict(vars(m)) for path, m in model.named_modules()}
+    assert own == attributes(model)
     got = derivatives(model, inputs)
     assert equal(got, wanted) and hooked(model, inputs) == seen
     with Operators() as operators:

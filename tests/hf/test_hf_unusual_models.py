@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import apply_as_stock, batch, close, config, make, same, step
+from tiny import apply_around, apply_as_stock, batch, close, config, make, same, step
 from torch import nn
 from transformers.models.llama import modeling_llama
 
@@ -19,12 +19,8 @@ SLOTS = ("norm", "mlp", "rope", "loss", "experts", "router")
 )
 def test_one_slot_alone(family, slot):
     model = make(family, **({"experts_implementation": "grouped_mm"} if family == "mixtral" else {}))
-    inputs = batch()
-    wanted = step(model, inputs)
-    off = dict.fromkeys(SLOTS, False)
-    report = apply(model, **{**off, slot: True})
+    report = apply_as_stock(model, batch(), **dict.fromkeys(SLOTS, False) | {slot: True})
     assert {entry.slot for entry in report.entries} == {slot} and report.replaced
-    same(step(model, inputs), wanted)
 
 
 # --- classes of others -----------------------------------------------------------------------
@@ -45,8 +41,7 @@ class Temperature(modeling_llama.LlamaForCausalLM):
 def test_a_subclass_that_overrides_forward():
     model = make()
     model.__class__ = Temperature
-    inputs = batch()
-    report = apply_as_stock(model, inputs)
+    report = apply_as_stock(model, batch())
     assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
 
 
@@ -67,15 +62,13 @@ class Int8Linear(nn.Module):
 
 
 def test_quantised_head_and_projections():
-    model, inputs = make(), batch()
+    model = make()
     model.lm_head = Int8Linear(model.lm_head)
     for layer in model.model.layers:
         layer.mlp.gate_proj = Int8Linear(layer.mlp.gate_proj)
-    wanted = step(model, inputs)
-    report = apply(model)
+    report = apply_as_stock(model, batch())
     assert report.count("mlp") == 2, "the Linears are called, not read"
     assert [entry.reason for entry in report.left] == ["the head is Int8Linear, not nn.Linear"]
-    same(step(model, inputs), wanted)
 
 
 def test_a_model_without_a_head():
@@ -135,8 +128,7 @@ def test_func_grad_over_functional_call(family, what):
     report = apply(model)
     got = torch.func.grad(function)(parameters)
     assert report.head_calls.fused == (what != "logits")
-    for name, grad in wanted.items():
-        close(got[name], grad, ulps=256)
+    close(got, wanted, ulps=256)
     ones = {name: torch.ones_like(p) for name, p in parameters.items()}
     with pytest.raises(tigon.Error, match="forward-mode AD is not supported"):
         torch.func.jvp(function, (parameters,), (ones,))
@@ -152,25 +144,19 @@ def test_device_map(when):
     model, inputs = make(), batch()
     wanted = step(model, inputs)
 
-    def dispatch():
+    def dispatch(model):
         for module in model.modules():
             if not list(module.children()):
                 hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
-        hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", io_same_device=True))
+        return hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", io_same_device=True))
 
-    if when == "before":
-        report = apply(model)
-        dispatch()
-    else:
-        dispatch()
-        report = apply(model)
+    _, report = apply_around(dispatch, model, when)
     assert not report.left, str(report)
     assert report.count("norm") == 5 and report.count("loss") == 1
     same(step(model, inputs), wanted)
     assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
     undo(model)
-    again = step(model, inputs)
-    assert torch.equal(again[0], wanted[0])
+    assert torch.equal(step(model, inputs)[0], wanted[0])
     hooks.remove_hook_from_module(model, recurse=True)
     same(step(model, inputs), wanted)
 

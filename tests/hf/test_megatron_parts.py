@@ -1,12 +1,14 @@
 """tigon.megatron without Megatron: its functions, norms, and `apply` on classes of Megatron's names."""
 
 import copy
+import functools
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checks import check_close, run
+from megatron_tiny import smoothed_loss
 from torch import nn
 
 import tigon
@@ -94,20 +96,13 @@ def test_weighted_swiglu_and_geglu(dtype):
 # Cross-entropy.
 
 
-def plain_smoothed(logits, target, smoothing):
-    """Megatron's smoothing: the label keeps 1 - s, the other classes share s."""
-    vocab = logits.shape[-1]
-    spread = torch.full_like(logits, smoothing / (vocab - 1)).scatter_(-1, target[..., None], 1 - smoothing)
-    return -(spread * logits.double().log_softmax(-1)).sum(-1)
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_vocab_parallel_cross_entropy(smoothing):
     logits, target = draw(6, 2, 11), torch.arange(12).view(6, 2) % 11
     ours = logits.clone().requires_grad_()
     loss = tm.vocab_parallel_cross_entropy(ours, target, smoothing, Group(1))
     theirs = logits.double().requires_grad_()
-    want = plain_smoothed(theirs, target, smoothing)
+    want = smoothed_loss(theirs, target, smoothing)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss.double(), want, rtol=1e-6, atol=1e-6)
     upstream = draw(6, 2, seed=3)
@@ -374,10 +369,7 @@ def step(model, **options):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-def same(got, want):
-    assert len(got) == len(want)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+same = functools.partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -395,7 +387,7 @@ def test_stand_in(tied):
     calls = report.head_calls
     assert (calls.lazy, calls.fused, calls.materialised) == (1, 1, 0)
     assert type(model(IDS)) is torch.Tensor  # without labels: logits
-    torch.testing.assert_close(model(IDS), logits, rtol=2e-5, atol=2e-5)
+    same(model(IDS), logits)
     with pytest.raises(tigon.Error, match="without Tigon"):
         tm.apply(model)
     assert model.config is config and not config.use_te_activation_func
@@ -518,9 +510,7 @@ def test_main_grad(dtype, tied, keep_mb):
     tm.apply(model, keep_mb=keep_mb)
     found = fused_gradients(model, weight, dtype, zeros=tied)
     same(step(model)[:1], stock[:1])
-    for name, p in model.named_parameters():
-        if p is not weight:
-            torch.testing.assert_close(p.grad, others[name], rtol=2e-5, atol=2e-5)
+    same({name: p.grad for name, p in model.named_parameters() if p is not weight}, others)
     (flag, main_grad, dummy), *more = found  # once, when the sum was made
     assert flag and not more
     # Of a tied weight the embedding's share is in the gradient that arrives.
@@ -539,7 +529,7 @@ def test_main_grad_without_the_flag():
     model.output_layer.gradient_accumulation_fusion = True
     step(model)
     assert weight.grad is None  # as Megatron's own layer leaves it
-    torch.testing.assert_close(weight.main_grad, want, rtol=2e-5, atol=2e-5)
+    same(weight.main_grad, want)
 
 
 def test_main_grad_of_a_head_alone():
@@ -553,7 +543,7 @@ def test_main_grad_of_a_head_alone():
     step(model)
     (flag, main_grad, dummy), *more = found
     assert flag and not more and not dummy.any()
-    torch.testing.assert_close(main_grad - 2.0, want, rtol=2e-5, atol=2e-5)
+    same(main_grad - 2.0, want)
 
 
 def test_frozen_weight():

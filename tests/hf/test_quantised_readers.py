@@ -98,17 +98,11 @@ def compressed(name, device):
     weight = linear.weight.data
     if strategy == "block":
         weight = weight.view(1, 128, 2, 128).transpose(1, 2).flatten(2)
+    elif strategy == "tensor":
+        weight = weight.view(1, -1)
     elif "group" in strategy:
         weight = weight.unflatten(1, (-1, weights["group_size"]))
-    least, most = (
-        (weight.amin(-1), weight.amax(-1))
-        if strategy in ("block", "group", "tensor_group")
-        else (
-            (weight.amin().view(1), weight.amax().view(1))
-            if strategy == "tensor"
-            else (weight.amin(1, True), weight.amax(1, True))
-        )
-    )
+    least, most = (bound(-1, strategy == "channel") for bound in (weight.amin, weight.amax))
     divisor = None
     if name == "nvfp4":
         divisor = (448 * 6 / weight.abs().max().float()).view(1)

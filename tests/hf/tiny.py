@@ -1,9 +1,11 @@
 """Tiny random models of the families under test, and what to compare of them."""
 
 import copy
+import io
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 from tigon.integrations.transformers import apply
 
@@ -40,12 +42,29 @@ def make(family: str = "llama", *, device=None, dtype=torch.float32, seed=0, **c
     """A tiny random model in training mode; its norms are no identities."""
     torch.manual_seed(seed)
     prefix = FAMILIES[family][0]
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config(family, **changes))
+    model = with_uneven_norms(getattr(transformers, f"{prefix}ForCausalLM")(config(family, **changes)))
+    return model.to(device=device or torch.get_default_device(), dtype=dtype)
+
+
+def with_uneven_norms(model):
+    """The model in training mode; its norms are no identities."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(device=device or torch.get_default_device(), dtype=dtype).train()
+    return model.train()
+
+
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of a layer
+
+
+def adapted(model, **options):
+    """PEFT's model around it, of adapters that are not zero."""
+    import peft
+
+    torch.manual_seed(5)
+    options = {"r": 4, "target_modules": LINEARS, "init_lora_weights": False} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
 
 
 def batch(device="cpu", rows=2, tokens=11, seed=1, masked=0.25):
@@ -74,8 +93,14 @@ def word_tokenizer():
     return transformers.PreTrainedTokenizerFast(tokenizer_object=level, **special)
 
 
-def step(model, inputs, loss_of=lambda model, inputs: model(**inputs).loss) -> tuple[torch.Tensor, dict]:
+def own_loss(model, inputs):
+    return model(**inputs).loss
+
+
+def step(model, inputs, loss_of=own_loss, seed=None) -> tuple[torch.Tensor, dict]:
     """Loss and every gradient of one step."""
+    if seed is not None:
+        torch.manual_seed(seed)
     model.zero_grad(set_to_none=True)
     loss = loss_of(model, inputs)
     loss.backward()
@@ -88,11 +113,30 @@ def double(model):
     return copy.deepcopy(model).double()
 
 
+class InDouble(TorchFunctionMode):
+    """Casts to float32 become casts to float64: a formula in fp64, whatever it casts."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
 def assert_as_good(got, stock, exact, floor, what=""):
     """The house rule: at most twice stock's error against fp64, in the Euclidean norm."""
     error = (got.double() - exact).norm().item()
     allowed = 2 * (stock.double() - exact).norm().item() + floor * exact.norm().item()
     assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_all_as_good(got, stock, exact, ulps=2.0):
+    """Results and gradients, in one order, under the house rule; in stock's shapes and dtypes."""
+    for i, (one, other, right) in enumerate(zip(got, stock, exact, strict=True)):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), f"result {i}"
+        assert_as_good(one, other, right, ulps * torch.finfo(one.dtype).eps, f"result {i}")
 
 
 def assert_step_as_good(got, stock, exact, places, ulp=2.0**-23):
@@ -108,16 +152,14 @@ def assert_step_as_good(got, stock, exact, places, ulp=2.0**-23):
 
 
 def close(got, stock, ulps=64.0):
-    """Equal within the rounding of fp32 sums in another order."""
+    """Equal within the rounding of fp32 sums in another order: tensors, or sequences or mappings of them."""
     torch.testing.assert_close(got, stock, rtol=ulps * 2.0**-23, atol=ulps * 2.0**-23)
 
 
 def same(got, wanted, ulps=256.0):
     """Two steps: one loss, the same parameters' gradients."""
     close(got[0], wanted[0], ulps=min(ulps, 64.0))
-    assert got[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
-        close(got[1][name], gradient, ulps=ulps)
+    close(got[1], wanted[1], ulps=ulps)
 
 
 def unequal(got, wanted) -> list[str]:
@@ -134,9 +176,28 @@ def same_bits(got, wanted):
     assert not found, found
 
 
+def attributes(model):
+    """What each module holds, by its path."""
+    return {path: dict(vars(module)) for path, module in model.named_modules()}
+
+
+def loaded(model):
+    """The model through a file."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
 def report_of(model):
     """The report of a patched model, whoever called `apply`."""
     return model._tigon_state.report
+
+
+def apply_around(change, model, when, **slots):
+    """What a change makes of a model that is patched before or after it, and the report."""
+    report = apply(model, **slots) if when == "before" else None
+    model = change(model)
+    return model, apply(model, **slots) if when == "after" else report
 
 
 def apply_as_stock(model, inputs, ulps=256.0, **slots):

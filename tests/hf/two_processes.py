@@ -64,6 +64,14 @@ def with_tigon(model, times=1.0, **slots):
     return apply(model, **slots), losses, want
 
 
+def with_tigon_alike(model):
+    """Patches a model. Its report, a batch that all processes have, and stock's step of it."""
+    inputs = data(0)
+    loss, want = step(model, inputs)
+    model.zero_grad(set_to_none=True)
+    return apply(model), inputs, loss, want
+
+
 def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -78,9 +86,7 @@ def check_gradients(model, want, ulps=256):
             name = name.replace(wrapper, "")
         if parameter.requires_grad:
             got[name] = full(parameter.grad)
-    assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    for name, grad in want.items():
-        close(got[name], grad, ulps=ulps)
+    close(got, want, ulps=ulps)
 
 
 def shard(model, head, layers=True, group=False, **options):
@@ -146,6 +152,19 @@ def zero_engine(model, stage):
     }
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def zero_step(engine, losses, want, ulps=256):
+    """A step of DeepSpeed's engine: the loss, and the gradients of what is trained."""
+    from deepspeed.utils import safe_get_full_grad
+
+    loss = engine(**data()).loss
+    engine.backward(loss)
+    close(loss.detach(), losses[rank()], ulps=256)
+    for name, parameter in engine.module.named_parameters():
+        if parameter.requires_grad:
+            close(safe_get_full_grad(parameter), want[name], ulps=ulps)
+    engine.step()
 
 
 def fused(report, count):
