@@ -197,6 +197,27 @@ def test_kto_with_a_reference_point_for_each_answer():
         get("LigerFusedLinearKTOLoss")()(h, names["W"], target, bias, wanted, kl=torch.ones(2 * P))
 
 
+@pytest.mark.parametrize(
+    "loss, options, words",
+    [
+        ("DPO", {"loss_type": "what"}, "Unsupported loss_type: what"),
+        ("DPO", {"loss_type": "robust", "label_smoothing": 0.5}, "label_smoothing must be .*, got 0.5"),
+        ("GRPO", {"loss_type": "what"}, "Unknown loss type: what"),
+        ("GRPO", {"loss_type": "cispo", "importance_sampling_level": "sequence"}, "Sequence-level .*'cispo'"),
+        ("GRPO", {"importance_sampling_level": "what"}, "level must be .*, got 'what'"),
+        ("GRPO", {"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "tau must be two numbers > 0, got"),
+    ],
+)
+def test_options_that_no_formula_has(loss, options, words):
+    names = Names()
+
+    def dpo():
+        get("LigerFusedLinearDPOLoss")(**options)(names["W"], *names.head(), names["rh"], names["rW"])
+
+    with pytest.raises(ValueError, match=words):
+        dpo() if loss == "DPO" else names.grpo(**options)
+
+
 def test_vespo_has_the_ratio_of_an_answer_once(device):
     """An importance ratio [B, 1] is a factor of the answer's weight, not of each of its tokens'."""
     names, ratio = Names(device), torch.linspace(0.5, 1.6, 2 * P, device=device).unsqueeze(1)

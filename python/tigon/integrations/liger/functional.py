@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import tigon
 from tigon._dtensor import is_dtensor
-from tigon.integrations.liger.paths import check, public
+from tigon.integrations.liger.paths import PACKAGE, check
 from tigon.integrations.transformers.causal_loss import next_labels
 
 
@@ -30,7 +31,7 @@ class CrossEntropyOutput:
 
 
 def _output(loss, counts, reduction, dtype, z_loss=None, correct=None, predicted=None):
-    """The loss, beside it what was counted for each row: of the rows that count, reduced as the loss is."""
+    """The loss, with what was computed for each row if that is given, reduced as the loss is."""
     if z_loss is correct is predicted is None:
         return loss
     if z_loss is not None:
@@ -194,6 +195,9 @@ def liger_rotary_pos_emb(
     return tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=columns, keep_dtype=True)
 
 
+liger_rope = liger_rotary_pos_emb
+
+
 def LigerForCausalLMLoss(
     hidden_states: Tensor,
     lm_head_weight: Tensor,
@@ -236,8 +240,8 @@ def LigerForCausalLMLoss(
 
 def _current_loss():
     """The loss head by its public path: frameworks exchange that attribute."""
-    name = "liger_fused_linear_cross_entropy"
-    return public("transformers.functional", name, liger_fused_linear_cross_entropy)
+    module = sys.modules.get(f"{PACKAGE}.transformers.functional")
+    return getattr(module, "liger_fused_linear_cross_entropy", liger_fused_linear_cross_entropy)
 
 
 class _Recorder(dict):
@@ -250,16 +254,12 @@ def loss_settings() -> dict:
     Axolotl's ``liger_use_token_scaling`` does. Patched models call no such function: they take the options.
     """
     ours, current, noted = liger_fused_linear_cross_entropy, _current_loss(), _Recorder()
-    if current is ours or current.__module__ == "liger_kernel.transformers.functional":
+    if current is ours or current.__module__ == f"{PACKAGE}.transformers.functional":
         return {}  # Tigon's, or Liger's if it is installed: nobody wrapped it
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
-    check(
-        noted,
-        "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
-        "it with the operands it was given, got {!r}",
-        current,
-    )
+    words = "may be wrapped by a function that calls it with the operands it was given, got {!r}"
+    check(noted, "liger_fused_linear_cross_entropy " + words, current)
     defaults = inspect.signature(ours).parameters
     options = ((n, value) for n, value in noted.items() if n not in ("input", "weight", "target"))
     return {name: value for name, value in options if value is not defaults[name].default}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import tigon
+from tigon.integrations.liger.paths import check
 
 
 def liger_mhc_coeffs(
@@ -110,6 +111,8 @@ class LigerMHC(nn.Module):
         self.alpha_res = nn.Parameter(torch.ones((), **float32))
 
     def forward(self, x: Tensor) -> Tensor:
+        fits = x.shape[-2:] == (self.hc, self.c)
+        check(fits, "x must be [..., {}, {}], got {}", self.hc, self.c, x.shape)
         alphas = self.alpha_pre, self.alpha_post, self.alpha_res
         return liger_mhc_forward(x, self.layer, self.phi, self.b, *alphas, **self.options)
 

@@ -139,7 +139,7 @@ def apply_liger_kernel_to_megatron(
         replacements.append((gates, "SwiGLUFunction", _gate(gates.SwiGLUFunction)))
     for owner, name, ours in replacements:
         original = getattr(owner, name)
-        if not getattr(original, "__liger_patched__", False):
+        if original is not ours and not getattr(original, "__liger_patched__", False):
             setattr(owner, name, ours)
             _rebind(name, original, ours)
 
@@ -180,13 +180,13 @@ def _norm_of_spec(original):
     def patched_layer_norm(self, rms_norm=False, *args, **kwargs):
         return LigerMegatronRMSNorm if rms_norm else original(self, rms_norm, *args, **kwargs)
 
-    patched_layer_norm.__liger_patched__ = True
+    patched_layer_norm.__liger_patched__, patched_layer_norm.__wrapped__ = True, original
     return patched_layer_norm
 
 
 def _norm_of_block(original):
     class _LigerOrTorchNorm:
-        __liger_patched__ = True
+        __liger_patched__, __wrapped__ = True, original
 
         def __new__(cls, config, hidden_size, eps=1e-5, **options):
             ours = getattr(config, "normalization", None) == "RMSNorm"
@@ -197,7 +197,7 @@ def _norm_of_block(original):
 
 def _gate(original):
     class LigerSwiGLUFunction:
-        __liger_patched__ = True
+        __liger_patched__, __wrapped__ = True, original
 
         @staticmethod
         def apply(input, fp8_input_store=False, cpu_offload_input=False, *more):

@@ -24,16 +24,11 @@ from tigon.integrations.liger import functional
 from tigon.integrations.liger.construction import on_construction
 from tigon.integrations.liger.outputs import with_counts
 from tigon.integrations.liger.paths import check
-from tigon.integrations.transformers.causal_loss import (
-    causal_lm_loss,
-    loss_of_logits,
-    loss_options,
-    next_labels,
-)
+from tigon.integrations.transformers import causal_loss
 from tigon.integrations.transformers.forward import model_forward
 from tigon.integrations.transformers.head import forward_of_model, watched_forward
 from tigon.integrations.transformers.lazy_logits import LazyLogits
-from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
+from tigon.integrations.transformers.modules import AutoTigonForCausalLM
 from tigon.integrations.transformers.patch import unwrapped
 
 log = logging.getLogger("tigon")
@@ -56,10 +51,8 @@ P = ParamSpec("P")
 def _like(shape: Callable[P, None], *types: str, **defaults: bool) -> Callable[P, None]:
     """The function of models of these types; its parameters are the shape's, some with other defaults."""
     signature = inspect.signature(shape)
-    parameters = signature.parameters.values()
-    signature = signature.replace(
-        parameters=[p.replace(default=defaults.get(p.name, p.default)) for p in parameters]
-    )
+    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
+    signature = signature.replace(parameters=parameters)
 
     def function(*args: P.args, **kwargs: P.kwargs) -> None:
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
@@ -250,10 +243,8 @@ def _of_parts(model) -> dict[str, bool]:
     if types and types[0] not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return dict(_SWITCHES)
     known = [MODEL_TYPE_TO_APPLY_LIGER_FN[name] for name in types if name in MODEL_TYPE_TO_APPLY_LIGER_FN]
-    defaults = (
-        parameter for function in known for parameter in inspect.signature(function).parameters.values()
-    )
-    return {parameter.name: True for parameter in defaults if parameter.default is True}
+    parameters = [p for function in known for p in inspect.signature(function).parameters.values()]
+    return {p.name: True for p in parameters if p.default is True}
 
 
 def _slots(options: dict, given: dict) -> tuple[dict, bool]:
@@ -262,12 +253,11 @@ def _slots(options: dict, given: dict) -> tuple[dict, bool]:
     losses = ("cross_entropy", "fused_linear_cross_entropy")
     default = "".join(f" ({name} by default: pass {name}=False)" for name in losses if name not in given)
     check(not on.issuperset(losses), "{} and {} must not both be True, got both{}", *losses, default)
-    mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
-    wanted = dict.fromkeys(("mlp", "experts", "router"), mlp)
-    wanted |= {"norm": bool(on & {"rms_norm", "layer_norm"}), "rope": "rope" in on}
-    wanted |= {"loss": "fused_linear_cross_entropy" in on}
-    wanted |= {name: name in on for name in _OWN if name in options}
-    return split_options(wanted)[0], "cross_entropy" in on
+    slots = dict.fromkeys(("mlp", "experts", "router"), bool(on & {"swiglu", "geglu", "relu_squared"}))
+    slots |= {"norm": bool(on & {"rms_norm", "layer_norm"}), "rope": "rope" in on}
+    slots |= {"loss": "fused_linear_cross_entropy" in on}
+    slots |= {name: name in on for name in _OWN if name in options}
+    return slots, "cross_entropy" in on
 
 
 def _patch(model, slots: dict, logits_loss: bool) -> None:
@@ -342,13 +332,13 @@ def logits_causal_lm_loss(
     As in Liger, accuracy and predictions are not computed: the output has no field for them.
     """
     if isinstance(logits, LazyLogits):
-        return causal_lm_loss(
+        return causal_loss.causal_lm_loss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
-    options = loss_options(kwargs)
+    options = causal_loss.loss_options(kwargs)
     if shift_labels is None:
-        shift_labels = next_labels(labels, ignore_index)
-    return loss_of_logits(
+        shift_labels = causal_loss.next_labels(labels, ignore_index)
+    return causal_loss.loss_of_logits(
         logits.view(-1, vocab_size), shift_labels, num_items_in_batch, ignore_index, **options
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-import sys
 
 from tigon import error
 
@@ -79,7 +78,7 @@ PATHS: dict[str, dict[str, str]] = {
     "transformers.fsdp": {"outputs": "_FSDPForwardRedirection"},
     "transformers.functional": {
         "functional": "CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy "
-        "liger_modulated_rms_norm",
+        "liger_modulated_rms_norm liger_rope",
         "hyper_connections": f"{_MHC} liger_mhc_apply liger_mhc_forward",
     },
     "transformers.fused_linear_cross_entropy": {
@@ -183,8 +182,3 @@ def dropped(path: str) -> str | None:
         if re.search(looks, path, re.IGNORECASE):
             return f"[compat.liger] {PACKAGE}.{path} is not part of Tigon's interface: use {instead}"
     return None
-
-
-def public(path: str, name: str, default: object) -> object:
-    """The present object at a public path: programs replace attributes there, and expect an effect."""
-    return getattr(sys.modules.get(f"{PACKAGE}.{path}"), name, default)
