@@ -1,6 +1,5 @@
 """apply_liger_kernel_to_megatron in Megatron-Core's own models, and the classes behind it, on the CPU."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,8 @@ def reference(x, bias=None):
     return F.silu(gate) * up
 
 
-def test_fallback_of_the_gate(caplog):
-    """A bias, FP8 and offloaded inputs go to what was given for them, said once; without it a bias works."""
+def test_fallback_of_the_gate():
+    """A bias, FP8 and offloaded inputs go to what was given for them; without it a bias works."""
     x, bias, calls = torch.randn(5, 16), torch.randn(16), []
 
     def fallback(*inputs):
@@ -31,20 +30,16 @@ def test_fallback_of_the_gate(caplog):
     gate = liger_megatron.LigerMegatronSwiGLU(fallback)
     close(gate(x), reference(x))
     assert not calls
-    with caplog.at_level(logging.INFO, "liger_kernel.megatron.swiglu"):
-        for inputs in ((x, bias), (x, bias), (x, None, True), (x, None, False, True)):
-            assert torch.equal(gate(*inputs), reference(*inputs[:2]))
-    assert len(calls) == 4 and calls[0] == (x, bias, False, False)
-    assert len([r for r in caplog.records if "falling back" in r.getMessage()]) == 3
+    for inputs in ((x, bias), (x, None, True), (x, None, False, True)):
+        assert torch.equal(gate(*inputs), reference(*inputs[:2]))
+    assert len(calls) == 3 and calls[0] == (x, bias, False, False)
     close(type(gate)()(x, bias), reference(x, bias))
-    with pytest.raises(tigon.Error, match="2D or 3D, got 4D"):
-        gate(x[None, None])
 
 
 def test_classes_take_what_megatron_gives():
     config = SimpleNamespace(sequence_parallel=True, layernorm_zero_centered_gamma=True)
     norm = RMSNorm(config, 8)
-    assert norm.weight.sequence_parallel and norm.zero_centered_gamma and norm.weight.abs().max() == 0
+    assert norm.weight.sequence_parallel and norm.offset == 1 and norm.weight.abs().max() == 0
     assert norm.weight.dtype == torch.float32
     with pytest.raises(tigon.Error, match="normalization"):
         RMSNorm(SimpleNamespace(normalization="LayerNorm"), 8)
@@ -76,9 +71,10 @@ def test_models(megatron, fused):
     tiny, places = megatron
     stock = tiny.gpt(cross_entropy_loss_fusion=fused)
     want = tiny.step(stock)
+    before = [getattr(*place) for place in places]
     apply(rms_norm=True, cross_entropy=True, swiglu=True)
     patched = [getattr(*place) for place in places]
-    assert all(getattr(value, "__liger_patched__", False) for value in patched), patched
+    assert not any(now is then for now, then in zip(patched, before, strict=True)), patched
     model = tiny.gpt(cross_entropy_loss_fusion=fused)
     norms = [type(m) for m in model.modules() if "Norm" in type(m).__name__]
     assert set(norms) == {RMSNorm} and len(norms) == 5

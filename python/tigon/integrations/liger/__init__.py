@@ -98,11 +98,10 @@ def _forget_modules() -> None:
 def _look_again() -> None:
     """Clear the cached answers of availability checks."""
     importlib.invalidate_caches()
-    for name, module in list(sys.modules.items()):
-        if name in ("transformers.utils.import_utils", "trl.import_utils", "accelerate.utils.imports"):
-            check = getattr(module, "is_liger_kernel_available", None)
-            if hasattr(check, "cache_clear"):
-                check.cache_clear()
+    for name in ("transformers.utils.import_utils", "trl.import_utils", "accelerate.utils.imports"):
+        check = getattr(sys.modules.get(name), "is_liger_kernel_available", None)
+        if hasattr(check, "cache_clear"):
+            check.cache_clear()
 
 
 # Classes that make ``import liger_kernel...`` find the interface without a file on disk.

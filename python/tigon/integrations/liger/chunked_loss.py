@@ -1,10 +1,10 @@
 """``liger_kernel.chunked_loss``: losses of pairs, of single answers, of samples and of two heads.
 
 They come from heads whose logits never exist: :func:`tigon.linear_preference`, :func:`tigon.linear_kto`,
-:func:`tigon.linear_policy` and :func:`tigon.linear_jsd`. Arguments, tuples, normalisation and errors are
-those of ``liger_kernel`` 0.8.5. ``compiled`` and ``chunk_size`` choose nothing. A ``kl`` for each answer is
-taken as it is. ``"luspo"`` leaves out masked tokens, as TRL does. If the teacher has more classes than the
-student, those that both have are compared (Liger pads the student's logits with zeros).
+:func:`tigon.linear_policy` and :func:`tigon.linear_jsd`. Arguments, tuples and normalisation are those of
+``liger_kernel`` 0.8.5. ``compiled`` and ``chunk_size`` choose nothing. ``"luspo"`` leaves out masked tokens,
+as TRL does. If the teacher has more classes than the student, those that both have are compared (Liger pads
+the student's logits with zeros).
 """
 
 from __future__ import annotations
@@ -22,18 +22,8 @@ from tigon.error import Error
 from tigon.integrations.liger.modules import Loss
 from tigon.ops.preference import log1mexp
 
-_DPO = (
-    "sigmoid",
-    "hinge",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-)
+_DPO = ("sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard")
+_DPO += ("apo_zero", "apo_down", "discopop")
 
 
 def _log_prob(hidden, weight, target, bias, ignore_index, temperature=1.0):
@@ -64,8 +54,7 @@ class _PairLoss(Loss):
         """(loss, the seven results that all losses of pairs share)."""
         half, nll = target.shape[0] // 2, self.alpha if self.compute_nll_loss else 0.0
         hidden = hidden.reshape(*target.shape, hidden.shape[-1])
-        # Its labels may be others than target's.
-        apart = self.compute_nll_loss and (nll_target is not None or nll < 0)
+        apart = self.compute_nll_loss and nll_target is not None  # its labels may be others than target's
         result = tigon.linear_preference(
             hidden,
             weight,
@@ -79,7 +68,7 @@ class _PairLoss(Loss):
         )
         loss, mean = result.loss, result.nll if self.compute_nll_loss else torch.zeros_like(result.nll)
         if apart:
-            labels = (target if nll_target is None else nll_target)[:half]
+            labels = nll_target[:half]
             tokens = _log_prob(hidden[:half], weight, labels, bias, self.ignore_index)
             mean = -tokens.sum() / (labels != self.ignore_index).sum()
             loss = loss + nll * mean
@@ -106,18 +95,13 @@ class LigerFusedLinearDPOLoss(_PairLoss):
     discopop_tau: float = 0.05
 
     def __post_init__(self) -> None:
-        kind, smoothing = self.loss_type, self.label_smoothing
-        if kind == "ipo":
+        if self.loss_type == "ipo":
             raise NotImplementedError(
                 "loss_type='ipo' is not supported here; use tigon.preference_loss(kind='ipo')"
             )
-        if kind not in _DPO:
-            raise ValueError(f"Unsupported loss_type: {kind}. Supported types are: {', '.join(_DPO)}")
-        if kind == "exo_pair" and smoothing <= 0.0:
-            raise ValueError("label_smoothing must be > 0 for loss_type='exo_pair'")
-        if kind == "robust" and not 0.0 <= smoothing < 0.5:
+        if self.loss_type not in _DPO:
             raise ValueError(
-                f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {smoothing}"
+                f"Unsupported loss_type: {self.loss_type}. Supported types are: {', '.join(_DPO)}"
             )
 
     def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
@@ -212,17 +196,6 @@ class LigerFusedLinearKTOLoss(Loss):
     ):
         hidden = _input.reshape(*target.shape, _input.shape[-1])
         desirable = preference_labels.bool()
-        ref = _reference(target, ref_input, ref_weight, ref_bias) if self.use_ref_model else None
-        point, many = 0.0, isinstance(kl, Tensor) and kl.numel() > 1
-        if many:  # a reference point for each answer: part of its reference
-            length = (target != self.ignore_index).sum(-1) if self.average_log_prob else 1
-            with torch.no_grad():
-                sums = (
-                    0.0 if ref is None else _log_prob(*ref[:2], target, ref_bias, self.ignore_index).sum(-1)
-                )
-            ref = kl.detach().reshape(-1).float() * length + sums
-        elif kl is not None:
-            point = kl.detach() if isinstance(kl, Tensor) else float(kl)
         result = tigon.linear_kto(
             hidden,
             lin_weight,
@@ -231,47 +204,31 @@ class LigerFusedLinearKTOLoss(Loss):
             bias=bias,
             ignore_index=self.ignore_index,
             beta=self.beta,
-            kl=point,
-            ref=ref,
+            kl=0.0 if kl is None else kl,
+            ref=_reference(target, ref_input, ref_weight, ref_bias) if self.use_ref_model else None,
             average=self.average_log_prob,
         )
-        rewards = result.rewards
-        if many:
-            rewards = rewards + self.beta * kl.reshape(-1)
-        every = (result.log_prob, _logit_sums(hidden, lin_weight, bias), rewards)
+        every = (result.log_prob, _logit_sums(hidden, lin_weight, bias), result.rewards)
         halves = ((values, wanted) for values in every for wanted in (desirable, ~desirable))
         return result.loss, tuple(torch.where(wanted, values, 0.0).sum() for values, wanted in halves)
 
 
-def share_of_tokens(attention_mask: Tensor, num_items_in_batch: float | Tensor | None = None) -> Tensor:
-    """DAPO's denominator: the tokens of all processes, of each its share."""
-    processes, items = 1, num_items_in_batch
-    if dist.is_available() and dist.is_initialized():
-        processes = dist.get_world_size()
-    if items is None:
-        items = attention_mask.sum().float()
-        if processes > 1:
-            dist.all_reduce(items)
-    if not isinstance(items, Tensor):
-        items = torch.full((), float(items), device=attention_mask.device)
-    return (items.to(attention_mask.device).float() / processes).clamp(min=1.0)
-
-
-_GRPO = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}  # a loss's kind in tigon; others are "clip"
-_GRPO |= dict.fromkeys(("grpo", "bnpo", "dr_grpo", "dapo", "luspo"), "clip")
+_GRPO = {  # a type of loss in tigon's words: the formula, and over what losses of tokens are a mean
+    "grpo": ("clip", "sequence"),
+    "bnpo": ("clip", "token"),
+    "dr_grpo": ("clip", "token"),
+    "dapo": ("clip", "token"),
+    "luspo": ("clip", "length"),
+    "cispo": ("cispo", "token"),
+    "sapo": ("sapo", "sequence"),
+    "vespo": ("vespo", "token"),
+}
 
 
 def _importance(ratio, kind, mask):
     """vLLM's ratio ``[B]``, ``[B, 1]`` or ``[B, T]`` as tigon takes it, or None."""
     if ratio is None:
         return None
-    answers, tokens = mask.shape
-    fits = ratio.dim() in (1, 2) and ratio.shape[0] == answers
-    fits = fits and (ratio.dim() == 1 or ratio.shape[1] in (1, tokens))
-    assert fits, (
-        f"vllm_is_ratio must be 1D ({answers},) or 2D ({answers}, 1) or ({answers}, {tokens}), "
-        f"got {tuple(ratio.shape)}"
-    )
     ratio = ratio.detach().float()
     if ratio.dim() == 2 and ratio.shape[1] == 1:
         ratio = ratio[:, 0]
@@ -323,9 +280,15 @@ class LigerFusedLinearGRPOLoss(Loss):
         vllm_is_ratio=None,
         num_items_in_batch=None,
     ):
-        kind, mask = self._kind(), attention_mask != 0
+        if self.loss_type not in _GRPO:
+            raise ValueError(f"Unknown loss type: {self.loss_type}")
+        kind, normalise = _GRPO[self.loss_type]
+        if self.importance_sampling_level != "token" and kind != "clip":
+            raise ValueError(
+                f"Sequence-level importance sampling is not supported for loss_type='{self.loss_type}'."
+            )
+        mask = attention_mask != 0
         target, ref = selected_token_ids.masked_fill(~mask, -100), None
-        importance = _importance(vllm_is_ratio, kind, mask)
         if self.use_ref_model:
             ref = ref_per_token_logps
             assert ref is not None or ref_input is not None, (
@@ -343,10 +306,10 @@ class LigerFusedLinearGRPOLoss(Loss):
             _input.reshape(*target.shape, _input.shape[-1]),
             lin_weight,
             target,
-            advantages.float(),
-            old=None if old_per_token_logps is None else old_per_token_logps.detach().float(),
-            ref=None if ref is None else ref.detach().float(),
-            importance=importance,
+            advantages,
+            old=old_per_token_logps,
+            ref=ref,
+            importance=_importance(vllm_is_ratio, kind, mask),
             bias=bias,
             temperature=self.temperature,
             kind=kind,
@@ -354,57 +317,40 @@ class LigerFusedLinearGRPOLoss(Loss):
             clip=(self.epsilon_low, self.epsilon_high),
             kl=0.0 if ref is None else self.beta,
             kl_corrected=self.use_bias_correction_kl,
-            **self._options_of(kind),
-            **self._denominator(mask, num_items_in_batch),
+            delta=self.delta if kind == "clip" else None,
+            tau=(self.sapo_temperature_pos, self.sapo_temperature_neg),
+            gamma=(self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg),
+            normalise=normalise,
+            denominator=self._denominator(mask, num_items_in_batch),
         )
         tokens = mask.sum().clamp(min=1.0)
         divergence = result.loss.new_zeros(()) if ref is None else result.kl.sum() / tokens  # 0 from itself
         metrics = [divergence] if self.beta != 0.0 else []
         return result.loss, (*metrics, (result.clipped != 0).sum() / tokens)
 
-    def _kind(self) -> str:
-        """Tigon's word for the formula; what fits nothing is refused."""
-        loss_type, level = self.loss_type, self.importance_sampling_level
-        if loss_type == "dr_grpo":
+    def _denominator(self, mask: Tensor, num_items_in_batch: float | Tensor | None) -> float | Tensor | None:
+        """The divisor of the sum of the tokens' losses; None: their number here.
+
+        DAPO's is the number of the tokens of all processes, of each its share.
+        """
+        answers = mask.shape[0]
+        if self.loss_type == "luspo":
+            return answers
+        if self.loss_type == "dr_grpo":
             assert self.max_completion_length is not None, (
                 "max_completion_length must be provided for loss_type 'dr_grpo'"
             )
-        if loss_type not in _GRPO:
-            raise ValueError(f"Unknown loss type: {loss_type}")
-        if level not in ("token", "sequence"):
-            raise ValueError(
-                f"Unknown importance sampling level: {level}. Possible values are 'token' and 'sequence'."
-            )
-        kind = _GRPO[loss_type]
-        if level == "sequence" and kind != "clip":
-            raise ValueError(
-                f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'."
-            )
-        if kind == "sapo" and min(self.sapo_temperature_pos, self.sapo_temperature_neg) <= 0:
-            raise ValueError("sapo_temperature must be > 0.")
-        return kind
-
-    def _options_of(self, kind: str) -> dict:
-        """The numbers that only one formula has."""
-        if kind == "clip":
-            return {"delta": self.delta}
-        if kind == "sapo":
-            return {"tau": (self.sapo_temperature_pos, self.sapo_temperature_neg)}
-        numbers = (self.vespo_k_pos, self.vespo_lambda_pos, self.vespo_k_neg, self.vespo_lambda_neg)
-        return {"gamma": numbers} if kind == "vespo" else {}
-
-    def _denominator(self, mask: Tensor, num_items_in_batch: float | Tensor | None) -> dict:
-        """The divisor of the sum of the tokens' losses."""
-        answers = mask.shape[0]
-        if self.loss_type in ("grpo", "sapo"):
-            return {"normalise": "sequence"}
-        if self.loss_type == "luspo":
-            return {"normalise": "length", "denominator": answers}
-        if self.loss_type == "dr_grpo":
-            return {"denominator": answers * self.max_completion_length}
-        if self.loss_type == "bnpo":
-            return {}
-        return {"denominator": share_of_tokens(mask, num_items_in_batch)}
+            return answers * self.max_completion_length
+        if self.loss_type not in ("dapo", "cispo", "vespo"):
+            return None
+        processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if num_items_in_batch is None:
+            num_items_in_batch = mask.sum().float()
+            if processes > 1:
+                dist.all_reduce(num_items_in_batch)
+        if not isinstance(num_items_in_batch, Tensor):
+            return max(num_items_in_batch / processes, 1.0)
+        return (num_items_in_batch.to(mask.device).float() / processes).clamp(min=1.0)
 
 
 @dataclass(eq=False, repr=False)
@@ -423,9 +369,6 @@ class LigerFusedLinearJSDLoss(Loss):
     compiled: bool = True
     chunk_size: int = 1024
     return_soft_hard_loss: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.temperature != 0, "Temperature cannot be 0."
 
     def forward(
         self,

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
 from tigon._dtensor import is_dtensor
-from tigon.integrations.liger.paths import check, public
+from tigon.integrations.liger.paths import PACKAGE, check
+from tigon.integrations.transformers.causal_loss import next_labels
 
 
 @dataclass
@@ -30,22 +30,16 @@ class CrossEntropyOutput:
     predicted_tokens: Tensor | None = None
 
 
-def _output(loss, z_loss, accuracy, predicted):
-    if z_loss is None and accuracy is None and predicted is None:
+def _output(loss, counts, reduction, dtype, z_loss=None, correct=None, predicted=None):
+    """The loss, with what was computed for each row if that is given, reduced as the loss is."""
+    if z_loss is correct is predicted is None:
         return loss
-    return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
-
-
-def _reduced(values, counts, reduction):
-    """Per-row numbers, reduced as the loss is."""
-    if reduction == "none":
-        return values
-    return values.sum() / counts.sum() if reduction == "mean" else values.sum()
-
-
-def _accuracy(correct, counts, reduction):
-    """Per row for ``none``; else the fraction of the rows that count, for ``sum`` too."""
-    return correct.float() if reduction == "none" else correct.float().sum() / counts.sum()
+    if z_loss is not None:
+        rows = counts.sum() if reduction == "mean" else 1
+        z_loss = (z_loss if reduction == "none" else z_loss.sum() / rows).to(dtype)
+    if correct is not None:  # a fraction for "sum" too
+        correct = correct.float() if reduction == "none" else correct.float().sum() / counts.sum()
+    return CrossEntropyOutput(loss, z_loss, correct, predicted)
 
 
 def _class_weight(weight, target, ignore_index, z_scale, reduction):
@@ -86,33 +80,28 @@ def liger_cross_entropy(
         reduction=reduction,
         softcap=softcap,
     )
-    z_loss = accuracy = predicted = None
+    z_loss = correct = predicted = None
     counts = target != ignore_index
     with torch.no_grad():
         if return_z_loss:
             logits = input.float() if softcap is None else softcap * torch.tanh(input.float() / softcap)
-            rows = lse_square_scale * torch.logsumexp(logits, -1).square()
-            z_loss = _reduced(torch.where(counts, rows, 0.0), counts, reduction).to(input.dtype)
+            z_loss = torch.where(counts, lse_square_scale * torch.logsumexp(logits, -1).square(), 0.0)
         if return_token_accuracy or return_predicted_tokens:
             best = torch.where(counts, input.argmax(-1), -1)
+            correct = counts & (best == target) if return_token_accuracy else None
             predicted = best if return_predicted_tokens else None
-            if return_token_accuracy:
-                accuracy = _accuracy(counts & (best == target), counts, reduction)
-    return _output(loss.to(input.dtype), z_loss, accuracy, predicted)
+    return _output(loss.to(input.dtype), counts, reduction, input.dtype, z_loss, correct, predicted)
 
 
 def whole(weight):
     """The weight of a head as one tensor; shards are refused: FSDP's look like those of a vocabulary."""
     if not is_dtensor(weight):
         return weight
-    fits = all(p.is_replicate() for p in weight.placements)
-    check(
-        fits,
-        "weight must be whole (under FSDP read it in the forward of the unit that "
-        "holds it, or keep the head in the root's unit; shards of a vocabulary: tigon.linear_log_prob), "
-        "got a DTensor placed as {}",
-        weight.placements,
+    words = (
+        "weight must be whole (under FSDP read it in the forward of the unit that holds it, or keep the head "
+        "in the root's unit; shards of a vocabulary: tigon.linear_log_prob), got a DTensor placed as {}"
     )
+    check(all(p.is_replicate() for p in weight.placements), words, weight.placements)
     return weight.to_local()
 
 
@@ -137,9 +126,6 @@ def liger_fused_linear_cross_entropy(
     """The loss head by :func:`tigon.linear_cross_entropy`: a float32 loss, no logits."""
     if isinstance(input, _Recorder):
         return input.update(locals())
-    integer = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
-    fits = integer and chunk_mem_const >= 1
-    check(fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
     weight, scaling = whole(weight), None
     if use_token_scaling:
         with torch.no_grad():
@@ -164,85 +150,8 @@ def liger_fused_linear_cross_entropy(
     )
     if not names:
         return got
-    counts = target != ignore_index
-    return CrossEntropyOutput(
-        got.loss,
-        _reduced(got.z_loss, counts, reduction).to(input.dtype) if return_z_loss else None,
-        _accuracy(got.correct, counts, reduction) if return_token_accuracy else None,
-        got.predicted if return_predicted_tokens else None,
-    )
-
-
-def liger_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """``silu(a) * b``."""
-    return tigon.swiglu(a, b)
-
-
-def liger_geglu(a: Tensor, b: Tensor) -> Tensor:
-    """``gelu(a) * b``, GELU by tanh."""
-    return tigon.geglu(a, b, approximate="tanh")
-
-
-def liger_relu_squared(x: Tensor) -> Tensor:
-    """``relu(x)^2``."""
-    return tigon.relu_squared(x)
-
-
-def liger_dyt(x: Tensor, alpha: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """``gamma * tanh(alpha * x) + beta``."""
-    return tigon.dyt(x, alpha, gamma, beta)
-
-
-def liger_softmax(x: Tensor) -> Tensor:
-    """Over the last dimension."""
-    return tigon.softmax(x)
-
-
-def liger_sparsemax(input: Tensor, dim: int = -1) -> Tensor:
-    """Sparsemax over any dimension."""
-    return tigon.sparsemax(input.movedim(dim, -1)).movedim(-1, dim)
-
-
-def liger_layer_norm(X: Tensor, W: Tensor, B: Tensor, eps: float) -> Tensor:
-    """LayerNorm over the last dimension."""
-    return tigon.layer_norm(X, W, B, eps)
-
-
-def liger_poly_norm(X: Tensor, W: Tensor, B: Tensor, eps: float = 1e-6, in_place: bool = True) -> Tensor:
-    """``W[0] n(X^3) + W[1] n(X^2) + W[2] n(X) + B``; B has one element and any shape."""
-    return tigon.poly_norm(X, W, B.reshape(1), eps)
-
-
-def liger_attn_res(
-    V: Tensor | Sequence[Tensor], w_query: Tensor, w_norm: Tensor, eps: float = 1e-6
-) -> Tensor:
-    """Attention over the residual blocks ``V``, by :func:`tigon.attention_residual`."""
-    return tigon.attention_residual(V, w_query, w_norm, eps)
-
-
-def liger_rms_norm(
-    X: Tensor,
-    W: Tensor | None,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> Tensor:
-    """RMSNorm; the casting mode is :func:`tigon.rms_norm`'s rounding."""
-    return tigon.rms_norm(X, W, eps, offset=offset, rounding=casting_mode)
-
-
-def liger_fused_add_rms_norm(
-    X: Tensor,
-    R: Tensor,
-    W: Tensor,
-    eps: float,
-    offset: float = 0.0,
-    casting_mode: str = "llama",
-    in_place: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """(RMSNorm of X + R, X + R)."""
-    return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
+    counted = {name: getattr(got, name) for name in names}
+    return _output(got.loss, target != ignore_index, reduction, input.dtype, **counted)
 
 
 def liger_modulated_rms_norm(
@@ -259,21 +168,7 @@ def liger_modulated_rms_norm(
     return tigon.modulated_rms_norm(X, W, scale, shift, eps, offset=offset, rounding=casting_mode)
 
 
-def liger_group_norm(
-    X: Tensor,
-    affine_scaling_weight: Tensor,
-    affine_shifting_bias: Tensor,
-    num_channels: int,
-    num_groups: int,
-    eps: float,
-) -> Tensor:
-    """By :func:`tigon.group_norm`, ``X`` ``[N, C, ...]``."""
-    fits = X.dim() > 1 and X.shape[1] == num_channels
-    check(fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
-    return tigon.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
-
-
-def liger_rope(
+def liger_rotary_pos_emb(
     q: Tensor,
     k: Tensor,
     cos: Tensor,
@@ -293,46 +188,14 @@ def liger_rope(
     if cos.dim() == 4:  # a head axis of size one
         cos, sin = cos.squeeze(unsqueeze_dim), sin.squeeze(unsqueeze_dim)
     head, table = q.shape[-1], cos.shape[-1]
-    if rotary_dim is not None:
-        fits = rotary_dim % 2 == 0 and 0 < rotary_dim <= head and table >= rotary_dim // 2
-        check(fits, "rotary_dim must be even, at most {} and twice cos's columns, got {}", head, rotary_dim)
     columns = min(table, head) if rotary_dim is None else rotary_dim
+    fits = columns % 2 == 0 and 0 < columns <= head and table >= columns // 2
+    check(fits, "rotary_dim must be even, at most {} and twice cos's columns, got {}", head, columns)
     cos, sin = cos[..., : columns // 2], sin[..., : columns // 2]
-    q_out, k_out = tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=columns)
-    return q_out.to(q.dtype), k_out.to(k.dtype)
+    return tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=columns, keep_dtype=True)
 
 
-liger_rotary_pos_emb = liger_rope
-
-
-def liger_multimodal_rotary_pos_emb(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, mrope_section: Sequence[int], unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    """M-RoPE of Qwen2-VL: cos and sin ``[3, B, T, D]``, numbers of pairs of time, height and width."""
-    return tigon.rope(
-        q, k, cos, sin, mrope_section=mrope_section, unsqueeze_dim=unsqueeze_dim, keep_dtype=True
-    )
-
-
-liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
-
-
-def liger_llama4_text_rotary_pos_emb(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
-    """Llama 4: neighbours as complex numbers, q and k ``[B, T, H, D]``, one turn a token and pair.
-
-    ``freqs_cis`` is complex ``[B, T, D/2]`` (or ``[T, D/2]``), or its real and imaginary parts alternate.
-    """
-    if not freqs_cis.is_complex():
-        freqs_cis = torch.view_as_complex(
-            freqs_cis.float().reshape(*freqs_cis.shape[:-1], -1, 2).contiguous()
-        )
-    k = xk.to(xq.dtype)
-    return tigon.rope(xq, k, freqs_cis, unsqueeze_dim=2, interleaved=True, keep_dtype=True)
-
-
-def liger_llama4_vision_rotary_pos_emb(query: Tensor, key: Tensor, freqs_ci: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary embedding of Llama 4's vision tower; its frequencies have an axis of heads, ``[T, 1, D/2]``."""
-    return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(query.shape[1], -1))
+liger_rope = liger_rotary_pos_emb
 
 
 def LigerForCausalLMLoss(
@@ -355,7 +218,7 @@ def LigerForCausalLMLoss(
     loss_head = _current_loss()
     known = inspect.signature(loss_head).parameters
     if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = next_labels(labels, ignore_index)
     result = loss_head(
         hidden_states.reshape(-1, hidden_size),
         lm_head_weight,
@@ -368,18 +231,17 @@ def LigerForCausalLMLoss(
         **{name: value for name, value in kwargs.items() if name in known},
     )
     output = result if isinstance(result, CrossEntropyOutput) else CrossEntropyOutput(result)
-    loss = output.loss
     if isinstance(num_items_in_batch, Tensor):
-        loss = loss / num_items_in_batch.to(loss.device)
-    elif num_items_in_batch is not None:
-        loss = loss / num_items_in_batch
-    return _output(loss, None, output.token_accuracy, output.predicted_tokens)
+        num_items_in_batch = num_items_in_batch.to(output.loss.device)
+    if num_items_in_batch is not None:
+        output.loss = output.loss / num_items_in_batch
+    return output if return_token_accuracy or return_predicted_tokens else output.loss
 
 
 def _current_loss():
     """The loss head by its public path: frameworks exchange that attribute."""
-    name = "liger_fused_linear_cross_entropy"
-    return public("transformers.functional", name, liger_fused_linear_cross_entropy)
+    module = sys.modules.get(f"{PACKAGE}.transformers.functional")
+    return getattr(module, "liger_fused_linear_cross_entropy", liger_fused_linear_cross_entropy)
 
 
 class _Recorder(dict):
@@ -392,16 +254,12 @@ def loss_settings() -> dict:
     Axolotl's ``liger_use_token_scaling`` does. Patched models call no such function: they take the options.
     """
     ours, current, noted = liger_fused_linear_cross_entropy, _current_loss(), _Recorder()
-    if current is ours or current.__module__ == "liger_kernel.transformers.functional":
+    if current is ours or current.__module__ == f"{PACKAGE}.transformers.functional":
         return {}  # Tigon's, or Liger's if it is installed: nobody wrapped it
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
-    check(
-        noted,
-        "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
-        "it with the operands it was given, got {!r}",
-        current,
-    )
+    words = "may be wrapped by a function that calls it with the operands it was given, got {!r}"
+    check(noted, "liger_fused_linear_cross_entropy " + words, current)
     defaults = inspect.signature(ours).parameters
     options = ((n, value) for n, value in noted.items() if n not in ("input", "weight", "target"))
     return {name: value for name, value in options if value is not defaults[name].default}

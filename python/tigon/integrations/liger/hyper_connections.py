@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import tigon
+from tigon.integrations.liger.paths import check
 
 
 def liger_mhc_coeffs(
@@ -98,23 +99,22 @@ class LigerMHC(nn.Module):
         allow_fp32: bool = False,
     ) -> None:
         super().__init__()
-        self.layer, self.hc, self.c, self.tmax = layer, int(hc), int(c), int(tmax)
-        self.rms_eps, self.pre_eps, self.sinkhorn_eps = float(rms_eps), float(pre_eps), float(sinkhorn_eps)
-        self.post_mult, self.allow_fp32 = float(post_mult), bool(allow_fp32)
-        like = next(layer.parameters(), next(layer.buffers(), torch.empty(0)))
-        rows = self.hc * (self.hc + 2)
-        self.phi = nn.Parameter(
-            0.02 * torch.randn(self.hc * self.c, rows, dtype=phi_dtype, device=like.device)
-        )
-        self.b = nn.Parameter(torch.zeros(rows, device=like.device, dtype=torch.float32))
-        for name in ("alpha_pre", "alpha_post", "alpha_res"):
-            setattr(self, name, nn.Parameter(torch.ones((), device=like.device, dtype=torch.float32)))
+        self.layer, self.hc, self.c = layer, hc, c
+        self.options = {"tmax": tmax, "rms_eps": rms_eps, "pre_eps": pre_eps, "sinkhorn_eps": sinkhorn_eps}
+        self.options |= {"post_mult": post_mult, "allow_fp32": allow_fp32}
+        device = next(layer.parameters(), next(layer.buffers(), torch.empty(0))).device
+        float32, rows = {"device": device, "dtype": torch.float32}, hc * (hc + 2)
+        self.phi = nn.Parameter(0.02 * torch.randn(hc * c, rows, dtype=phi_dtype, device=device))
+        self.b = nn.Parameter(torch.zeros(rows, **float32))
+        self.alpha_pre = nn.Parameter(torch.ones((), **float32))
+        self.alpha_post = nn.Parameter(torch.ones((), **float32))
+        self.alpha_res = nn.Parameter(torch.ones((), **float32))
 
-    def forward(self, x):
-        if x.shape[-2:] != (self.hc, self.c):
-            raise ValueError(f"x must be [..., {self.hc}, {self.c}], got {list(x.shape)}")
-        names = "phi b alpha_pre alpha_post alpha_res allow_fp32 tmax rms_eps pre_eps sinkhorn_eps post_mult"
-        return liger_mhc_forward(x, self.layer, **{name: getattr(self, name) for name in names.split()})
+    def forward(self, x: Tensor) -> Tensor:
+        fits = x.shape[-2:] == (self.hc, self.c)
+        check(fits, "x must be [..., {}, {}], got {}", self.hc, self.c, x.shape)
+        alphas = self.alpha_pre, self.alpha_post, self.alpha_res
+        return liger_mhc_forward(x, self.layer, self.phi, self.b, *alphas, **self.options)
 
-    def extra_repr(self):
-        return f"hc={self.hc}, c={self.c}, tmax={self.tmax}"
+    def extra_repr(self) -> str:
+        return f"hc={self.hc}, c={self.c}, tmax={self.options['tmax']}"

@@ -1,44 +1,44 @@
-"""``liger_kernel``'s losses of a sharded vocabulary and its names for Megatron, among them
-``apply_liger_kernel_to_megatron``: functions and norm slots of Megatron-Core, replaced for the process.
+"""``liger_kernel.megatron``: functions and norm slots of Megatron-Core, replaced for the process.
 
-It replaces the globals that Liger's patch replaces by classes of Tigon. As in Liger, nothing undoes it.
-:func:`tigon.megatron.apply` does more (rotary embedding, the loss head), only to the model that it is given.
+They become those of :mod:`tigon.megatron`. As in Liger, nothing undoes it. :func:`tigon.megatron.apply` does
+more (rotary embedding, the loss head), only to the model that it is given.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import tigon
 from tigon import parallel
 from tigon.integrations.liger.modules import Loss
-from tigon.integrations.liger.paths import check, public
+from tigon.integrations.liger.paths import check
 from tigon.integrations.megatron.activation import bias_swiglu_impl
+from tigon.integrations.megatron.cross_entropy import (
+    fused_vocab_parallel_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from tigon.integrations.megatron.norm import RMSNorm
 from tigon.ops.glu import swiglu as silu_product
 
 log = logging.getLogger("liger_kernel.megatron.monkey_patch")
-swiglu_log = logging.getLogger("liger_kernel.megatron.swiglu")
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
 
 
 @dataclass(eq=False, repr=False)
-class LigerVocabParallelCrossEntropy(Loss):
+class LigerMegatronCrossEntropy(Loss):
     """Per-token losses ``[s, b]`` of logits ``[s, b, V / processes]``, for labels of the whole vocabulary."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
     reduction: str = "none"
-    label_smoothing_formula: str = "pytorch"
-    label_smoothing_mode: str = "global"
+    label_smoothing_formula: str = "megatron"
+    label_smoothing_mode: str = "partition"
 
     def __post_init__(self) -> None:
         check(self.reduction == "none", "reduction must be 'none', got {!r}", self.reduction)
@@ -50,50 +50,22 @@ class LigerVocabParallelCrossEntropy(Loss):
 
     def forward(self, vocab_parallel_logits, target, tp_group=None):
         logits, smoothing = vocab_parallel_logits, self.label_smoothing
-        dims, vocab = logits.dim(), logits.shape[-1]
+        dims, size = logits.dim(), 1 if tp_group is None else tp_group.size()
         check(dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
-        size = 1 if tp_group is None else dist.get_world_size(tp_group)
         words = "'global' with label smoothing over several processes (else each has another loss)"
         fits = smoothing == 0.0 or size == 1 or self.label_smoothing_mode == "global"
         check(fits, "label_smoothing_mode must be {}, got {!r}", words, self.label_smoothing_mode)
+        vocab = logits.shape[-1] * size
         if self.label_smoothing_formula == "megatron":
-            smoothing = smoothing * vocab * size / (vocab * size - 1)
+            smoothing = smoothing * vocab / (vocab - 1)
         options = {"ignore_index": self.ignore_index, "label_smoothing": smoothing, "reduction": "none"}
         if size == 1:
             return tigon.cross_entropy(logits, target, **options)
-        return parallel.cross_entropy(logits, target, tp_group, vocab=vocab * size, **options)
-
-
-@dataclass(eq=False, repr=False)
-class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
-    """The loss with Megatron's definition of smoothing."""
-
-    label_smoothing_formula: str = "megatron"
-    label_smoothing_mode: str = "partition"
-
-
-def liger_fused_linear_scaled_cross_entropy_tp(
-    _input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    tp_group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    ignore_index: int = -100,
-    tiles_per_reduce: int = 1,
-    return_entropy: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Per-token losses of a head sharded over ``tp_group`` (``None``: all processes), and the entropies."""
-    group = dist.group.WORLD if tp_group is None else tp_group
-    vocab = weight.shape[0] * dist.get_world_size(group)
-    options = {"temperature": temperature, "ignore_index": ignore_index, "vocab": vocab}
-    if not return_entropy:
-        return -parallel.linear_log_prob(_input, weight, target, group, **options)
-    log_prob, entropy = parallel.linear_log_prob(_input, weight, target, group, entropy=True, **options)
-    return -log_prob, entropy
+        return parallel.cross_entropy(logits, target, tp_group, vocab=vocab, **options)
 
 
 class LigerMegatronRMSNorm(RMSNorm):
-    """Megatron's norm slot: RMSNorm."""
+    """Megatron's norm slot: RMSNorm, of configurations that ask for it."""
 
     def __init__(
         self,
@@ -107,46 +79,26 @@ class LigerMegatronRMSNorm(RMSNorm):
         asked = getattr(config, "normalization", normalization)
         check(asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
         super().__init__(config, hidden_size, eps)
-        self.zero_centered_gamma, self._offset = self.offset == 1, self.offset
-
-
-def unsupported(bias, fp8_input_store, cpu_offload_input) -> str | None:
-    """The reason why Liger's SwiGLU leaves a call to Megatron's function, or None."""
-    if bias is not None:
-        return "it adds a bias"
-    if fp8_input_store:
-        return "its input is kept in FP8"
-    return "its input is offloaded to the CPU" if cpu_offload_input else None
 
 
 class LigerMegatronSwiGLU(nn.Module):
-    """Megatron's ``bias_swiglu_impl`` as a module: ``silu(gate) * up`` of ``[..., 2 F]``.
+    """:func:`tigon.megatron.bias_swiglu_impl` as a module: ``silu(gate) * up`` of ``[..., 2 F]``.
 
-    With ``fallback_impl`` it gets biases, FP8 and offloaded inputs, as in Liger. Else a bias is added here
-    and the others go to Megatron's own function. ``in_place`` is accepted and has no effect.
+    A ``fallback_impl`` gets biases, FP8 and offloaded inputs. ``in_place`` has no effect.
     """
 
     def __init__(self, fallback_impl: Callable | None = None, in_place: bool = False) -> None:
         super().__init__()
         self.fallback_impl, self.in_place = fallback_impl, in_place
-        self._logged = set()
 
     def forward(self, input, bias=None, fp8_input_store=False, cpu_offload_input=False):
-        """``[..., 2 F] -> [..., F]``, of two or three dimensions."""
-        dims = input.dim()
-        check(dims in (2, 3), "input must be 2D or 3D, got {}D", dims)
-        reason = unsupported(bias, fp8_input_store, cpu_offload_input)
-        if reason is None or self.fallback_impl is None:
-            return bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input)
-        if reason not in self._logged:
-            self._logged.add(reason)
-            swiglu_log.info("[compat.liger] LigerMegatronSwiGLU is falling back to fallback_impl: %s", reason)
-        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
+        """``[..., 2 F] -> [..., F]``."""
+        plain = bias is None and not (fp8_input_store or cpu_offload_input)
+        function = bias_swiglu_impl if plain or self.fallback_impl is None else self.fallback_impl
+        return function(input, bias, fp8_input_store, cpu_offload_input)
 
 
-_PATCHED = "__liger_patched__"
-_FUSED = "fused_vocab_parallel_cross_entropy"
-_UNFUSED = "vocab_parallel_cross_entropy"
+_FUSED, _UNFUSED = "fused_vocab_parallel_cross_entropy", "vocab_parallel_cross_entropy"
 # Modules that bind a function to a name of their own when they are imported.
 _CALLERS = {
     _FUSED: (("models.common.language_module.language_module", _FUSED), ("models.backends", "_fused_ce")),
@@ -169,38 +121,34 @@ def apply_liger_kernel_to_megatron(
     Raises:
         ImportError: Megatron-Core, or one of the names, is not there. Nothing is modified.
     """
-    entries = []
+    replacements: list[tuple[object, str, object]] = []
     if cross_entropy:
-        entries.append((_replace_fused, *_find("fusions.fused_cross_entropy", _FUSED, "cross_entropy")))
-        entries.append((_replace_unfused, *_find("tensor_parallel.cross_entropy", _UNFUSED, "cross_entropy")))
+        fused = _find("fusions.fused_cross_entropy", _FUSED, "cross_entropy")
+        replacements.append((fused, _FUSED, fused_vocab_parallel_cross_entropy))
+        unfused = _find("tensor_parallel.cross_entropy", _UNFUSED, "cross_entropy")
+        replacements.append((unfused, _UNFUSED, vocab_parallel_cross_entropy))
     if rms_norm:
-        provider, _ = _find("models.backends", "LocalSpecProvider", "rms_norm")
-        entries.append((_replace_norm_of_spec, provider.LocalSpecProvider, "layer_norm"))
-        block, name = _find("transformer.transformer_block", "LayerNormImpl", "rms_norm")
-        wrapper, _ = _find("transformer.torch_norm", "WrappedTorchNorm", "rms_norm")
-        if block.LayerNormImpl is wrapper.WrappedTorchNorm:
-            entries.append((_replace_norm_of_block, block, name))
+        provider = _find("models.backends", "LocalSpecProvider", "rms_norm").LocalSpecProvider
+        replacements.append((provider, "layer_norm", _norm_of_spec(provider.layer_norm)))
+        block = _find("transformer.transformer_block", "LayerNormImpl", "rms_norm")
+        wrapper = _find("transformer.torch_norm", "WrappedTorchNorm", "rms_norm").WrappedTorchNorm
+        if block.LayerNormImpl is wrapper:
+            replacements.append((block, "LayerNormImpl", _norm_of_block(wrapper)))
     if swiglu:
-        entries.append((_replace_swiglu, *_find("fusions.fused_bias_swiglu", "SwiGLUFunction", "swiglu")))
-    for replacement, owner, name in entries:
+        gates = _find("fusions.fused_bias_swiglu", "SwiGLUFunction", "swiglu")
+        replacements.append((gates, "SwiGLUFunction", _gate(gates.SwiGLUFunction)))
+    for owner, name, ours in replacements:
         original = getattr(owner, name)
-        if not getattr(original, _PATCHED, False):
-            ours = replacement(original)
-            ours.__wrapped__ = original
-            setattr(ours, _PATCHED, True)
+        if original is not ours and not getattr(original, "__liger_patched__", False):
             setattr(owner, name, ours)
             _rebind(name, original, ours)
 
 
-def _import(path: str) -> ModuleType:
-    return importlib.import_module(f"megatron.core.{path}")
-
-
-def _find(path: str, name: str, switch: str) -> tuple[ModuleType, str]:
-    """A module of Megatron-Core that has this name, and the name."""
+def _find(path: str, name: str, switch: str) -> ModuleType:
+    """A module of Megatron-Core that has this name."""
     asked = f"apply_liger_kernel_to_megatron({switch}=True)"
     try:
-        module = _import(path)
+        module = importlib.import_module(f"megatron.core.{path}")
     except ImportError as error:
         raise ImportError(
             f"[compat.liger] {asked} requires megatron-core, with a megatron.core.{path}"
@@ -210,7 +158,7 @@ def _find(path: str, name: str, switch: str) -> tuple[ModuleType, str]:
             f"[compat.liger] {asked} looks for megatron.core.{path}.{name}, which is not there: the symbol "
             f"path may have changed in this version of Megatron-Core"
         )
-    return module, name
+    return module
 
 
 def _rebind(name: str, original, ours) -> None:
@@ -218,7 +166,7 @@ def _rebind(name: str, original, ours) -> None:
     reached = name != _FUSED
     for path, bound in _CALLERS.get(name, ()):
         try:
-            module = _import(path)
+            module = importlib.import_module(f"megatron.core.{path}")
         except ImportError:
             continue
         if getattr(module, bound, None) is original:
@@ -228,48 +176,18 @@ def _rebind(name: str, original, ours) -> None:
         log.warning("[compat.liger] Could not find where this Megatron version calls %s", name)
 
 
-def _loss(**options):
-    """The loss module by its public path: callers exchange it there, and expect it to count."""
-    return public("megatron.cross_entropy", "LigerMegatronCrossEntropy", LigerMegatronCrossEntropy)(**options)
-
-
-def _group(tp_group):
-    """The given group; for ``None``, which older versions pass, Megatron's own group if it has one."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    known = tp_group is None and getattr(state, "model_parallel_is_initialized", bool)()
-    return state.get_tensor_model_parallel_group() if known else tp_group
-
-
-def _replace_fused(original):
-    loss = _loss()
-
-    def liger_fused_vocab_parallel_cross_entropy(vocab_parallel_logits, target, tp_group=None):
-        return loss(vocab_parallel_logits, target, tp_group=_group(tp_group))
-
-    return liger_fused_vocab_parallel_cross_entropy
-
-
-def _replace_unfused(original):
-    plain = _loss()
-
-    def liger_vocab_parallel_cross_entropy(
-        vocab_parallel_logits, target, label_smoothing=None, tp_group=None
-    ):
-        loss = plain if label_smoothing is None else _loss(label_smoothing=label_smoothing)
-        return loss(vocab_parallel_logits, target, tp_group=_group(tp_group))
-
-    return liger_vocab_parallel_cross_entropy
-
-
-def _replace_norm_of_spec(original):
+def _norm_of_spec(original):
     def patched_layer_norm(self, rms_norm=False, *args, **kwargs):
         return LigerMegatronRMSNorm if rms_norm else original(self, rms_norm, *args, **kwargs)
 
+    patched_layer_norm.__liger_patched__, patched_layer_norm.__wrapped__ = True, original
     return patched_layer_norm
 
 
-def _replace_norm_of_block(original):
+def _norm_of_block(original):
     class _LigerOrTorchNorm:
+        __liger_patched__, __wrapped__ = True, original
+
         def __new__(cls, config, hidden_size, eps=1e-5, **options):
             ours = getattr(config, "normalization", None) == "RMSNorm"
             return (LigerMegatronRMSNorm if ours else original)(config, hidden_size, eps, **options)
@@ -277,18 +195,14 @@ def _replace_norm_of_block(original):
     return _LigerOrTorchNorm
 
 
-def _replace_swiglu(original):
-    logged = set()
-
+def _gate(original):
     class LigerSwiGLUFunction:
+        __liger_patched__, __wrapped__ = True, original
+
         @staticmethod
         def apply(input, fp8_input_store=False, cpu_offload_input=False, *more):
-            reason = unsupported(None, fp8_input_store, cpu_offload_input)
-            if reason is None and not any(value is not None for value in more):
-                return silu_product(input)
-            if reason is not None and reason not in logged:
-                logged.add(reason)
-                log.info("[compat.liger] falling back to Megatron's SwiGLUFunction: %s", reason)
-            return original.apply(input, fp8_input_store, cpu_offload_input, *more)
+            if fp8_input_store or cpu_offload_input or any(value is not None for value in more):
+                return original.apply(input, fp8_input_store, cpu_offload_input, *more)
+            return silu_product(input)
 
     return LigerSwiGLUFunction

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import tigon
 from tigon.error import Error
-from tigon.integrations.liger.functional import liger_rms_norm, liger_rope, whole
+from tigon.integrations.liger.functional import liger_rotary_pos_emb, whole
 from tigon.integrations.liger.paths import check
 from tigon.ops.columns import columns_for
 from tigon.ops.rms_norm import ROUNDINGS, _op, check_options, result_dtype
@@ -24,7 +24,7 @@ class LigerRMSNormFunction:
 
     @staticmethod
     def apply(X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None):
-        return liger_rms_norm(X, W, eps, offset, casting_mode)
+        return tigon.rms_norm(X, W, eps, offset=offset, rounding=casting_mode)
 
 
 class LigerSiLUMulFunction:
@@ -122,14 +122,14 @@ def rms_norm_backward(
 def rope_forward(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
     """(q, k, cos, sin): q and k ``[B, H, T, D]`` rotated by :func:`tigon.rope`; tables ``[B, T, D]``."""
     cos, sin = (_table(t, unsqueeze_dim) for t in (cos, sin))
-    return *liger_rope(q, k, cos, sin, rotary_dim=rotary_dim), cos, sin
+    return *liger_rotary_pos_emb(q, k, cos, sin, rotary_dim=rotary_dim), cos, sin
 
 
 @torch.no_grad()
 def rope_backward(dq, dk, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
     """(dq, dk) of :func:`rope_forward`: turned back."""
     cos, sin = (_table(t, unsqueeze_dim) for t in (cos, sin))
-    return liger_rope(dq, dk, cos, -sin, rotary_dim=rotary_dim)
+    return liger_rotary_pos_emb(dq, dk, cos, -sin, rotary_dim=rotary_dim)
 
 
 def _table(table, unsqueeze_dim):

@@ -8,7 +8,6 @@ Their switches choose slots: ``rms_norm`` and ``layer_norm`` the norms, ``swiglu
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
@@ -17,25 +16,19 @@ from typing import ParamSpec
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 from transformers.utils import ModelOutput
 
 import tigon
 from tigon.error import Error
 from tigon.integrations.liger import functional
+from tigon.integrations.liger.construction import on_construction
 from tigon.integrations.liger.outputs import with_counts
 from tigon.integrations.liger.paths import check
-from tigon.integrations.transformers.causal_loss import (
-    COUNTS,
-    causal_lm_loss,
-    loss_of_logits,
-    loss_options,
-    next_labels,
-)
+from tigon.integrations.transformers import causal_loss
 from tigon.integrations.transformers.forward import model_forward
 from tigon.integrations.transformers.head import forward_of_model, watched_forward
 from tigon.integrations.transformers.lazy_logits import LazyLogits
-from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
+from tigon.integrations.transformers.modules import AutoTigonForCausalLM
 from tigon.integrations.transformers.patch import unwrapped
 
 log = logging.getLogger("tigon")
@@ -58,10 +51,8 @@ P = ParamSpec("P")
 def _like(shape: Callable[P, None], *types: str, **defaults: bool) -> Callable[P, None]:
     """The function of models of these types; its parameters are the shape's, some with other defaults."""
     signature = inspect.signature(shape)
-    parameters = signature.parameters.values()
-    signature = signature.replace(
-        parameters=[p.replace(default=defaults.get(p.name, p.default)) for p in parameters]
-    )
+    parameters = [p.replace(default=defaults.get(p.name, p.default)) for p in signature.parameters.values()]
+    signature = signature.replace(parameters=parameters)
 
     def function(*args: P.args, **kwargs: P.kwargs) -> None:
         own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
@@ -78,8 +69,12 @@ def _like(shape: Callable[P, None], *types: str, **defaults: bool) -> Callable[P
         slots, logits_loss = _slots(options, given)
         if model is not None:
             _patch(model, slots, logits_loss)
-        else:
-            _patch_later(types, slots, logits_loss)
+            return
+        for model_type in types:
+            if not on_construction(model_type, lambda model: _patch(model, slots, logits_loss)):
+                log.warning(
+                    "[compat.liger] this transformers has no model type %s: nothing to do", model_type
+                )
 
     function.__name__ = function.__qualname__ = f"apply_liger_kernel_to_{types[0]}"
     function.__signature__ = signature
@@ -248,10 +243,8 @@ def _of_parts(model) -> dict[str, bool]:
     if types and types[0] not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return dict(_SWITCHES)
     known = [MODEL_TYPE_TO_APPLY_LIGER_FN[name] for name in types if name in MODEL_TYPE_TO_APPLY_LIGER_FN]
-    defaults = (
-        parameter for function in known for parameter in inspect.signature(function).parameters.values()
-    )
-    return {parameter.name: True for parameter in defaults if parameter.default is True}
+    parameters = [p for function in known for p in inspect.signature(function).parameters.values()]
+    return {p.name: True for p in parameters if p.default is True}
 
 
 def _slots(options: dict, given: dict) -> tuple[dict, bool]:
@@ -260,12 +253,11 @@ def _slots(options: dict, given: dict) -> tuple[dict, bool]:
     losses = ("cross_entropy", "fused_linear_cross_entropy")
     default = "".join(f" ({name} by default: pass {name}=False)" for name in losses if name not in given)
     check(not on.issuperset(losses), "{} and {} must not both be True, got both{}", *losses, default)
-    mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
-    wanted = dict.fromkeys(("mlp", "experts", "router"), mlp)
-    wanted |= {"norm": bool(on & {"rms_norm", "layer_norm"}), "rope": "rope" in on}
-    wanted |= {"loss": "fused_linear_cross_entropy" in on}
-    wanted |= {name: name in on for name in _OWN if name in options}
-    return split_options(wanted)[0], "cross_entropy" in on
+    slots = dict.fromkeys(("mlp", "experts", "router"), bool(on & {"swiglu", "geglu", "relu_squared"}))
+    slots |= {"norm": bool(on & {"rms_norm", "layer_norm"}), "rope": "rope" in on}
+    slots |= {"loss": "fused_linear_cross_entropy" in on}
+    slots |= {name: name in on for name in _OWN if name in options}
+    return slots, "cross_entropy" in on
 
 
 def _patch(model, slots: dict, logits_loss: bool) -> None:
@@ -304,31 +296,6 @@ def _forward(model, head, *args, **kwargs):
     return with_counts(output) if isinstance(output, ModelOutput) else output
 
 
-def _patch_later(types, slots, logits_loss) -> None:
-    from tigon.integrations.liger.construction import on_construction
-
-    if _loading is not None:
-        _loading.append((slots, logits_loss))
-        return
-    for model_type in types:
-        if not on_construction(model_type, lambda model: _patch(model, slots, logits_loss)):
-            log.warning("[compat.liger] this transformers has no model type %s: nothing to do", model_type)
-
-
-_loading: list | None = None
-
-
-@contextlib.contextmanager
-def _one_model():
-    """Collect in a list what apply functions request without a model; it is for the model being loaded."""
-    global _loading
-    before, _loading = _loading, []
-    try:
-        yield _loading
-    finally:
-        _loading = before
-
-
 def _use_logits_loss(model) -> None:
     """Compute the causal loss of ``model`` with :func:`tigon.cross_entropy`; other models do not change."""
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -365,79 +332,53 @@ def logits_causal_lm_loss(
     As in Liger, accuracy and predictions are not computed: the output has no field for them.
     """
     if isinstance(logits, LazyLogits):
-        return causal_lm_loss(
+        return causal_loss.causal_lm_loss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
-    options = loss_options({name: v for name, v in kwargs.items() if name not in COUNTS})
+    options = causal_loss.loss_options(kwargs)
     if shift_labels is None:
-        shift_labels = next_labels(labels, ignore_index)
-    return loss_of_logits(
+        shift_labels = causal_loss.next_labels(labels, ignore_index)
+    return causal_loss.loss_of_logits(
         logits.view(-1, vocab_size), shift_labels, num_items_in_batch, ignore_index, **options
     )
 
 
-def _chosen(model_type: str, options: dict):
-    """The function of a model type and the options it knows, or None."""
+def _switches(function: Callable[..., None] | None, options: dict) -> dict:
+    """The options that the function of a model type knows; without a function, those that one may know."""
     if unknown := sorted(options.keys() - {*_SWITCHES, *_OWN}):
         log.warning("[compat.liger] no switch is called %s: ignored", " or ".join(unknown))
-    if not model_type:
-        log.info("[compat.liger] the model has no model_type: nothing is applied")
-        return None
-    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    if function is None:
-        return None
-    parameters = inspect.signature(function).parameters
+    parameters = _SWITCHES if function is None else inspect.signature(function).parameters
     known = (*(_SWITCHES if "kwargs" in parameters else parameters), *_OWN)
-    return function, {name: value for name, value in options.items() if name in known}
+    return {name: value for name, value in options.items() if name in known}
 
 
 def _apply_liger_kernel(model_type: str, **kwargs: bool | None) -> None:
     """Patch every model of this type, now and later; types not in the table are left, with a log message."""
-    chosen = _chosen(model_type, kwargs)
-    if chosen is None:
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    options = _switches(function, kwargs)
+    if function is None:
         log.info("[compat.liger] no patch for new models of type %s", model_type)
-        return
-    chosen[0](**chosen[1])
+    else:
+        function(**options)
 
 
 def _apply_liger_kernel_to_instance(model: nn.Module, **kwargs: bool | None) -> None:
     """Patch this model. Tigon recognises structures, so types outside the table are tried too."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    chosen = _chosen(model_type, kwargs)
-    if chosen is None:
-        known = {name: value for name, value in kwargs.items() if name in (*_SWITCHES, *_OWN)}
-        _patch(model, *_slots({**_SWITCHES, **known}, known))
-        return
-    chosen[0](model=model, **chosen[1])
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    options = _switches(function, kwargs)
+    if function is None:
+        _patch(model, *_slots({**_SWITCHES, **options}, options))
+    else:
+        function(model=model, **options)
 
 
 class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
     """``AutoModelForCausalLM`` with the patch of the model's type; others load with the parts that fit."""
 
     @staticmethod
-    def _applied(load, source, kwargs):
-        """Call the type's function first, as Liger does, and apply its request to the loaded model."""
-        model_type = _model_type(source, kwargs)
-        function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-        known = (*_OWN, *(_SWITCHES if function is None else inspect.signature(function).parameters))
-        options = {name: value for name, value in kwargs.items() if name in known}
-        with _one_model() as patches:
-            _apply_liger_kernel(model_type, **options)
-        loaded = load(**{name: value for name, value in kwargs.items() if name not in known})
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        if function is None:
-            _apply_liger_kernel_to_instance(model, **options)
-        for patch in patches:
-            _patch(model, *patch)
+    def _applied(load, kwargs):
+        switches = {name: value for name, value in kwargs.items() if name in (*_SWITCHES, *_OWN)}
+        loaded = load(**{name: value for name, value in kwargs.items() if name not in switches})
+        _apply_liger_kernel_to_instance(loaded[0] if isinstance(loaded, tuple) else loaded, **switches)
         return loaded
-
-
-def _model_type(source, kwargs) -> str | None:
-    """The model type of a configuration, given or on disk; None if there is none (an adapter's folder)."""
-    config = kwargs.get("config", source)
-    if not hasattr(config, "model_type"):
-        try:
-            config = AutoConfig.from_pretrained(source, **kwargs)
-        except (OSError, ValueError):
-            return None
-    return config.model_type

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-import sys
 
 from tigon import error
 
@@ -25,9 +24,7 @@ _APPLY = "_apply_liger_kernel _apply_liger_kernel_to_instance " + " ".join(
     f"apply_liger_kernel_to_{name}" for name in _MODELS.split()
 )
 _MHC = "liger_mhc_coeffs liger_mhc_pre liger_mhc_post_res"
-_LLAMA4 = "liger_llama4_text_rotary_pos_emb liger_llama4_vision_rotary_pos_emb"
 _SCALED = "LigerFusedLinearScaledCrossEntropyFunction"
-_UTILS = "calculate_settings compare_version ensure_contiguous infer_device is_hip torch_to_triton_dtype"
 
 # Module of liger_kernel -> file of this folder -> the names of that file which the module has.
 PATHS: dict[str, dict[str, str]] = {
@@ -48,7 +45,7 @@ PATHS: dict[str, dict[str, str]] = {
         "megatron": "apply_liger_kernel_to_megatron LigerMegatronCrossEntropy LigerMegatronRMSNorm "
         "LigerMegatronSwiGLU"
     },
-    "megatron.cross_entropy": {"megatron": "LigerMegatronCrossEntropy LigerVocabParallelCrossEntropy"},
+    "megatron.cross_entropy": {"megatron": "LigerMegatronCrossEntropy"},
     "megatron.monkey_patch": {"megatron": "apply_liger_kernel_to_megatron"},
     "megatron.rms_norm": {"megatron": "LigerMegatronRMSNorm"},
     "megatron.swiglu": {"megatron": "LigerMegatronSwiGLU"},
@@ -63,73 +60,51 @@ PATHS: dict[str, dict[str, str]] = {
     "ops.rms_norm": {"ops": "LigerRMSNormFunction rms_norm_forward rms_norm_backward"},
     "ops.rope": {"ops": "rope_forward rope_backward"},
     "ops.swiglu": {"ops": "LigerSiLUMulFunction"},
-    "ops.utils": {"utils": _UTILS},
+    "ops.utils": {"utils": "calculate_settings compare_version ensure_contiguous torch_to_triton_dtype"},
     "transformers": {
         "patching": f"AutoLigerKernelForCausalLM {_APPLY}",
-        "modules": "LigerBlockSparseTop2MLP LigerCrossEntropyLoss LigerDyT LigerExperts LigerFalconH1MLP "
-        "LigerFalconH1SwiGLUMLP LigerFusedAddRMSNorm LigerFusedLinearCrossEntropyLoss LigerGEGLUMLP "
-        "LigerLayerNorm LigerMLP LigerModulatedRMSNorm LigerPhi3SwiGLUMLP LigerPolyNorm "
-        "LigerQwen3MoeSwiGLUMLP LigerRMSNorm LigerReLUSquared LigerSoftmax LigerSparsemax LigerSwiGLUMLP",
+        "modules": "LigerCrossEntropyLoss LigerFusedLinearCrossEntropyLoss LigerGEGLUMLP LigerLayerNorm "
+        "LigerModulatedRMSNorm LigerRMSNorm LigerSoftmax LigerSparsemax LigerSwiGLUMLP",
         "divergences": "LigerFusedLinearJSD LigerJSD LigerKLDIVLoss LigerTVDLoss",
-        "functional": f"liger_rotary_pos_emb {_LLAMA4}",
+        "functional": "liger_rotary_pos_emb",
         "hyper_connections": "LigerMHC",
-        "megatron": "LigerVocabParallelCrossEntropy",
     },
     "transformers.auto_model": {
         "patching": "AutoLigerKernelForCausalLM MODEL_TYPE_TO_APPLY_LIGER_FN _apply_liger_kernel"
     },
     "transformers.cross_entropy": {"functional": "CrossEntropyOutput", "modules": "LigerCrossEntropyLoss"},
-    "transformers.dyt": {"modules": "LigerDyT"},
     "transformers.experimental": {"modules": "LigerEmbedding"},
     "transformers.experimental.embedding": {"modules": "LigerEmbedding"},
     "transformers.fsdp": {"outputs": "_FSDPForwardRedirection"},
     "transformers.functional": {
-        "functional": "CrossEntropyOutput liger_attn_res liger_cross_entropy liger_dyt "
-        "liger_fused_add_rms_norm liger_fused_linear_cross_entropy liger_geglu liger_group_norm "
-        "liger_layer_norm liger_modulated_rms_norm liger_poly_norm liger_qwen2vl_mrope liger_relu_squared "
-        "liger_rms_norm liger_rope liger_softmax liger_sparsemax liger_swiglu",
-        "divergences": "liger_fused_linear_jsd liger_jsd liger_kl_div liger_tvd",
+        "functional": "CrossEntropyOutput liger_cross_entropy liger_fused_linear_cross_entropy "
+        "liger_modulated_rms_norm liger_rope",
         "hyper_connections": f"{_MHC} liger_mhc_apply liger_mhc_forward",
-        "megatron": "liger_fused_linear_scaled_cross_entropy_tp",
     },
-    "transformers.fused_add_rms_norm": {"modules": "LigerFusedAddRMSNorm"},
     "transformers.fused_linear_cross_entropy": {
         "functional": "CrossEntropyOutput",
         "modules": "LigerFusedLinearCrossEntropyLoss",
     },
     "transformers.fused_linear_jsd": {"divergences": "LigerFusedLinearJSD"},
     "transformers.geglu": {"modules": "LigerGEGLUMLP"},
-    "transformers.group_norm": {"modules": "LigerGroupNorm"},
     "transformers.jsd": {"divergences": "LigerJSD"},
     "transformers.kl_div": {"divergences": "LigerKLDIVLoss"},
     "transformers.layer_norm": {"modules": "LigerLayerNorm"},
-    "transformers.llama4_rope": {"functional": _LLAMA4},
     "transformers.mhc": {"hyper_connections": f"LigerMHC {_MHC}"},
-    "transformers.mlp": {"modules": "LigerFalconH1MLP LigerMLP"},
     "transformers.model": {},
     "transformers.model.loss_utils": {"functional": "CrossEntropyOutput LigerForCausalLMLoss"},
     "transformers.modulated_rms_norm": {"modules": "LigerModulatedRMSNorm"},
     "transformers.monkey_patch": {"patching": f"MODEL_TYPE_TO_APPLY_LIGER_FN {_APPLY}"},
-    "transformers.poly_norm": {"modules": "LigerPolyNorm"},
-    "transformers.qwen2vl_mrope": {"functional": "liger_multimodal_rotary_pos_emb"},
-    "transformers.relu_squared": {"modules": "LigerReLUSquared"},
     "transformers.rms_norm": {"modules": "LigerRMSNorm LigerRMSNormForGemma2 LigerRMSNormForGemma4"},
     "transformers.rope": {"functional": "liger_rotary_pos_emb"},
     "transformers.softmax": {"modules": "LigerSoftmax"},
     "transformers.sparsemax": {"modules": "LigerSparsemax"},
-    "transformers.swiglu": {
-        "modules": "LigerBlockSparseTop2MLP LigerExperts LigerFalconH1SwiGLUMLP LigerPhi3SwiGLUMLP "
-        "LigerQwen3MoeSwiGLUMLP LigerSwiGLUMLP"
-    },
+    "transformers.swiglu": {"modules": "LigerSwiGLUMLP"},
     "transformers.trainer": {},
     "transformers.trainer.orpo_trainer": {"outputs": "_FSDPForwardRedirection"},
     "transformers.trainer_integration": {"patching": "_apply_liger_kernel"},
     "transformers.tvd": {"divergences": "LigerTVDLoss"},
-    "transformers.vocab_parallel_cross_entropy": {"megatron": "LigerVocabParallelCrossEntropy"},
-    "utils": {
-        "utils": "PEFT_AVAILABLE infer_comm_backend infer_device is_npu_available "
-        "transformers_version_dispatch"
-    },
+    "utils": {"utils": "PEFT_AVAILABLE infer_device is_npu_available"},
 }
 
 # What a dropped path looks like -> what to use; the first that fits counts. docs/integrations.md lists them.
@@ -140,26 +115,41 @@ _INSTEAD = {
     r"neighborhood": "torch.nn.attention.flex_attention with a mask of neighbours",
     r"multi_?token_?attention": "PyTorch, for Tigon has no op for it",
     r"LigerRMSNormFor": "LigerRMSNorm with offset, casting_mode and init_fn, or tigon.nn.RMSNorm",
-    r"SwiGLUMLPFor|LigerHunyuanV1SwiGLUMLP": "LigerSwiGLUMLP",
     r"tiled": "torch.utils.checkpoint around the MLP, for some of the tokens at a time",
+    r"Phi3SwiGLUMLP": "tigon.transformers.FusedGatedMLP",
+    r"FalconH1": "LigerSwiGLUMLP, or tigon.swiglu with gate_multiplier and down_multiplier",
+    r"SwiGLUMLP|LigerMLP|transformers\.mlp": "LigerSwiGLUMLP",
     r"linear_?kl_?div": "tigon.linear_kl_div, with the logarithms of the probabilities as the teacher",
     r"ce_?tvd": "tigon.cross_entropy and tigon.tvd",
     r"env_report": "tigon.env()",
     r"LigerGEGLUMLPFor": "LigerGEGLUMLP, of a configuration with the layer's intermediate_size",
+    r"mrope|multimodal_rotary": "tigon.rope with mrope_section",
+    r"llama4": "tigon.rope with interleaved=True",
     r"rotary_pos_emb": "liger_rotary_pos_emb, or tigon.rope",
     r"cosine": "torch.nn.functional.cosine_similarity of logits",
-    r"^(backends|functional)\b|(get|set|available)_(impl|backend)s?$|dispatch$|^ops\.(backends|conf|cu)": (
-        "liger_kernel.transformers.functional, for each op has one implementation"
+    r"^(backends|functional)\b|(get|set|available)_(impl|backend)s?$|\bdispatch$|^ops\.(backends|conf|cu)": (
+        "tigon's function of the op, for each op has one implementation"
     ),
     r"^testing": "torch.testing.assert_close",
     r"Base$|fused_linear_(ppo|preference|unpaired)": "tigon.linear_loss, which takes a loss of your own",
     r"^chunked_loss": "the loss's class in liger_kernel.chunked_loss",
     r"ORPOTrainer": "TRL's ORPOTrainer with tigon.TigonTrainerCallback",
     r"grpo|gamma_weights": "tigon.policy_loss, or LigerFusedLinearGRPOLoss of hidden states",
+    r"vocab_?parallel": "tigon.parallel.cross_entropy",
+    r"cross_?entropy_?tp": "tigon.parallel.linear_log_prob, whose negative is the loss of a token",
+    r"Experts|BlockSparse": "tigon.experts, or tigon.nn.Experts",
     r"moe|routing": "tigon.experts, or tigon.grouped_mlp of rows that expert parallelism has sorted",
     r"int8int2|matmul": "torch.matmul",
-    r"^ops\b|Function$": "the op's function in liger_kernel.transformers.functional, or tigon's own",
-    r"^(utils|triton)\b|transformers\.(monkey_patch|is_)": "torch's own: it is a helper of Liger's kernels",
+    r"fused_?add_?rms_?norm": "tigon.add_rms_norm, or tigon.nn.AddRMSNorm",
+    r"attn_?res": "tigon.attention_residual",
+    r"relu_?squared": "tigon.relu_squared",
+    r"dyt|group_?norm|poly_?norm": "tigon's function or class: tigon.dyt, tigon.nn.DyT and so on",
+    r"^(ops\.)?utils\b|^triton\b|transformers\.(monkey_patch|is_)": (
+        "torch's own: it is a helper of Liger's kernels"
+    ),
+    r"^ops\b|Function$|functional\.liger_": (
+        "tigon's function (tigon.rms_norm for liger_rms_norm), or the op's class in liger_kernel.transformers"
+    ),
 }
 
 
@@ -192,8 +182,3 @@ def dropped(path: str) -> str | None:
         if re.search(looks, path, re.IGNORECASE):
             return f"[compat.liger] {PACKAGE}.{path} is not part of Tigon's interface: use {instead}"
     return None
-
-
-def public(path: str, name: str, default: object) -> object:
-    """The present object at a public path: programs replace attributes there, and expect an effect."""
-    return getattr(sys.modules.get(f"{PACKAGE}.{path}"), name, default)

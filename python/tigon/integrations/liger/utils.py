@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import operator
 from collections.abc import Callable
 
 import torch
@@ -19,11 +18,6 @@ def is_npu_available() -> bool:
     return hasattr(torch, "npu") and torch.npu.is_available()
 
 
-def is_hip() -> bool:
-    """Whether torch was built for AMD."""
-    return torch.version.hip is not None
-
-
 def infer_device() -> str:
     """The accelerator's type, or ``cpu``."""
     if torch.cuda.is_available():
@@ -33,11 +27,6 @@ def infer_device() -> str:
     return "xpu" if torch.xpu.is_available() else "cpu"
 
 
-def infer_comm_backend() -> str:
-    """torch.distributed's backend for :func:`infer_device`."""
-    return {"cuda": "nccl", "npu": "hccl", "xpu": "ccl"}.get(infer_device(), "gloo")
-
-
 def compare_version(package: str, compare: Callable[[Version, Version], bool], target: str) -> bool:
     """``compare(installed version, target)``; False if the package is missing."""
     try:
@@ -45,21 +34,6 @@ def compare_version(package: str, compare: Callable[[Version, Version], bool], t
     except ImportError:
         return False
     return compare(Version(module.__version__), Version(target))
-
-
-def transformers_version_dispatch(
-    required_version: str,
-    before_fn: Callable,
-    after_fn: Callable,
-    before_args: tuple = (),
-    after_args: tuple = (),
-    before_kwargs: dict | None = None,
-    after_kwargs: dict | None = None,
-):
-    """Call one of two functions by transformers' version."""
-    if compare_version("transformers", operator.lt, required_version):
-        return before_fn(*before_args, **(before_kwargs or {}))
-    return after_fn(*after_args, **(after_kwargs or {}))
 
 
 def ensure_contiguous(fn: Callable) -> Callable:

@@ -70,5 +70,5 @@ def group_size(group) -> int:
     if group is not None:
         return group.size()
     state = sys.modules.get("megatron.core.parallel_state")
-    known = state is not None and state.model_parallel_is_initialized()
+    known = getattr(state, "model_parallel_is_initialized", bool)()
     return state.get_tensor_model_parallel_world_size() if known else 1

@@ -67,15 +67,15 @@ class AutoTigonForCausalLM(AutoModelForCausalLM):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """Load, then apply."""
         load = functools.partial(super().from_pretrained, pretrained_model_name_or_path, *args)
-        return cls._applied(load, pretrained_model_name_or_path, kwargs)
+        return cls._applied(load, kwargs)
 
     @classmethod
     def from_config(cls, config, **kwargs):
         """Build with random weights, then apply."""
-        return cls._applied(functools.partial(super().from_config, config), config, kwargs)
+        return cls._applied(functools.partial(super().from_config, config), kwargs)
 
     @staticmethod
-    def _applied(load, source, kwargs):
+    def _applied(load, kwargs):
         options, rest = split_options(kwargs)
         loaded = load(**rest)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
