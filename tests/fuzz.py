@@ -7,7 +7,7 @@ Four kinds of rounds, each named by its kind, function and seed, which ``--again
 * ``options``: a good call of tests/ops/calls.py with options drawn by their kinds, beside itself in float64,
   which runs the plain formula: both are refused, or both are near, their gradients too.
 * ``wrong``: the same with arguments that are none: tigon.Error in the function's words, nothing modified.
-* ``model``: a life of a patched model of transformers beside its stock twin (fuzz_models.py), on the CPU.
+* ``model``: a life of a patched model of transformers beside its stock twin (fuzz_models.py).
 """
 
 import argparse
@@ -230,7 +230,7 @@ def main() -> int:
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
     parser.add_argument("--again", default="", help="one round by its name: 'case rms_norm 17'")
     options = parser.parse_args()
-    device = options.device
+    device = fuzz_models.device = options.device
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)

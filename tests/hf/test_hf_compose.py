@@ -26,8 +26,7 @@ def theirs(path):
         (tt.GatedMLP, "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
         (tt.FusedGatedMLP, "phi3.modeling_phi3.Phi3MLP", "phi3"),
         (liger.LigerSwiGLUMLP, "llama.modeling_llama.LlamaMLP", "llama"),
-        (liger.LigerMLP, "llama.modeling_llama.LlamaMLP", "llama"),
-        (liger.LigerPhi3SwiGLUMLP, "phi3.modeling_phi3.Phi3MLP", "phi3"),
+        (liger.LigerGEGLUMLP, "gemma.modeling_gemma.GemmaMLP", "gemma"),
     ],
 )
 def test_mlps(ours, other, family):

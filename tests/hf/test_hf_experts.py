@@ -195,6 +195,30 @@ def test_one_configuration_of_two_models():
     assert twin[0].config._experts_implementation == "grouped_mm"
 
 
+def adapt_all(model):
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear"), model)
+
+
+def copy_a_layer(model):
+    model.model.layers[1] = copy.deepcopy(model.model.layers[1])
+
+
+def drop_experts(model):
+    model.model.layers[0].mlp.experts = torch.nn.Identity()
+
+
+@pytest.mark.parametrize("change", [adapt_all, copy_a_layer, drop_experts])
+def test_undo_after_a_change(change):
+    """Every configuration names the implementation of before, also one of a copied layer."""
+    model = make("mixtral", experts_implementation="eager")
+    apply(model)
+    change(model)
+    undo(model)
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
+    assert {config._experts_implementation for config in configs} == {"eager"}
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["once", "again in a copy"])
 def test_what_the_op_does_not_take_goes_as_before(again):
     """float64 and autocast to another dtype."""

@@ -281,7 +281,11 @@ def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
     modules = [(path, m) for path, m in model.named_modules() if uses_registry(m)]
     for path, module in modules:
         before = getattr(module.config, "_experts_implementation_internal", None)
-        if bound(module, LAYER) is not None and before != IMPLEMENTATION:
+        if bound(module, LAYER) is None:
+            continue
+        if before == IMPLEMENTATION:  # through another layer of this configuration; a copy has its own
+            previous.setdefault(path, _previous(module))
+        else:
             previous[path] = before
             module.config._experts_implementation_internal = IMPLEMENTATION
             if id(module.config) not in _switched:
@@ -294,9 +298,13 @@ def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
 
 def switch_back(model: nn.Module, previous: dict[str, str | None]) -> None:
     """Undo `switch`, unless the program has chosen another implementation since."""
+    modules = dict(model.named_modules())
     for path, before in previous.items():
-        config = model.get_submodule(path).config
-        if config._experts_implementation_internal == IMPLEMENTATION:
+        module = modules.get(path)
+        while hasattr(module, "base_layer"):  # PEFT has wrapped it since
+            module = module.base_layer
+        config = getattr(module, "config", None)
+        if getattr(config, "_experts_implementation_internal", None) == IMPLEMENTATION:
             config._experts_implementation_internal = before
             _switched.pop(id(config), None)
 

@@ -382,10 +382,11 @@ def undo(model: nn.Module) -> None:
     if state is None:
         return
     switch_back(root, state.experts)
+    owners = dict(root.named_modules())
     for path, previous in state.losses.items():
-        owner = root.get_submodule(path)
-        if owner.__dict__.get("_loss_function") is not causal_lm_loss:
-            continue  # another one was set later: not ours to remove
+        owner = owners.get(path)
+        if owner is None or owner.__dict__.get("_loss_function") is not causal_lm_loss:
+            continue  # gone, or another one was set later: not ours to remove
         if previous == ABSENT:
             del owner.__dict__["_loss_function"]
         else:
