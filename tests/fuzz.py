@@ -252,7 +252,7 @@ def main() -> int:
         "case": 1.0,
         "options": 1.0,
         "wrong": 4.0,
-        "model": 0.02,
+        "model": 0.01,
     }  # wrong calls are quick, lives are not
     rounds = options.rounds
     while pool and (time.monotonic() < end if rounds is None else counts.total() < rounds):

@@ -154,6 +154,11 @@ def test_a_forward_of_the_instance_stays_below():
         assert seen == [3] and report.head_calls.fused == 1
         undo(model)
         assert torch.equal(model(**inputs).loss, stock) and seen == [3, None]
+        report = apply(model)  # below the wrapper is what the first apply left
+        close(model(**inputs, more=4).loss, stock)
+        assert seen == [3, None, 4] and report.head_calls.fused == 1
+        undo(model)
+        assert torch.equal(model(**inputs).loss, stock)
 
 
 def test_compiled_forward():

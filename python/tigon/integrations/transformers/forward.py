@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 import types
@@ -195,7 +196,7 @@ def unbind(module: nn.Module) -> None:
     """Restore the methods that the instance had."""
     below = module.__dict__.pop(BELOW, None)
     if MODEL in vars(module):
-        vars(module)[MODEL].function = _released  # others may hold it
+        vars(module)[MODEL].function = functools.partial(_released, below)  # others may hold it
     for name in [name for name, value in vars(module).items() if _ours(value)]:
         if name == HOOKED:
             module.__dict__[name] = types.MethodType(type(module).forward, module)
@@ -205,9 +206,10 @@ def unbind(module: nn.Module) -> None:
         module.__dict__[_place(module, "forward")] = below
 
 
-def _released(module, spec, *args, **kwargs):
+def _released(below, module, spec, *args, **kwargs):
+    """Call what was replaced, and not what is there now, which may call this."""
     del spec
-    return stock(module, *args, **kwargs)
+    return type(module).forward(module, *args, **kwargs) if below is None else below(*args, **kwargs)
 
 
 STATE = "_tigon_state"  # attribute of a patched model with the state that undo needs
