@@ -531,7 +531,7 @@ class Life:
         rounded = attempt(call, twin)
         for key in far:
             error, allowed = ((t[key] - stock[key]).norm().item() for t in (ours, rounded))
-            assert error <= 50 * allowed, f"{key}: error {error:.3g}, roundings make {allowed:.3g}"
+            assert error <= 300 * allowed, f"{key}: error {error:.3g}, roundings make {allowed:.3g}"
 
     def agree(self, stock, ours) -> bool:
         """Whether stock did it, and the patched one too."""
