@@ -16,7 +16,7 @@ help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
 	@echo 'make train-cpp  the same in C++ alone, without PyTorch: tokens are bytes   (ARGS="--data FILES --steps 50")'
 	@echo 'make test    C++ and Python tests, some cases of each (ARGS=--all for every case, ARGS="-k rms_norm")'
-	@echo 'make fuzz    random calls of every function, right and wrong ones      (ARGS="--seconds 60 --seed 1")'
+	@echo 'make fuzz    random calls of every function, lives of models            (ARGS="--seconds 60 --seed 1")'
 	@echo 'make emulate the cases of the ops, the CUDA kernels compiled as C++                (ARGS="-k rms_norm")'
 	@echo 'make programs  other people'\''s programs, stock and with Tigon, each in an environment     (ARGS="--only axolotl")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'

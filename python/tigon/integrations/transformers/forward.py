@@ -207,7 +207,7 @@ def unbind(module: nn.Module) -> None:
 
 
 def _released(below, module, spec, *args, **kwargs):
-    """Call what was replaced, and not what is there now, which may call this."""
+    """Call what was replaced, and not the present forward, which may call this."""
     del spec
     return type(module).forward(module, *args, **kwargs) if below is None else below(*args, **kwargs)
 
