@@ -233,6 +233,18 @@ def test_dropout_has_peft_s_distribution(device):
     assert (variance / wanted - 1).abs().mean() < 0.1
 
 
+def test_a_parametrised_base_under_checkpoints(device, calls):
+    """Its weight is made in each call, which computes itself alone and leaves nothing for the next."""
+    model = adapted_model(device, family="olmo2")
+    attention = model.base_model.model.model.layers[0].self_attn
+    nn.utils.parametrizations.weight_norm(attention.k_proj.base_layer)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    apply_as_stock(model, batch(device))
+    calls.clear()
+    model.eval()(**batch(device))
+    assert calls == [(2, 2), (1, 1), (1, 1), (2, 2), (1, 1), (3, 3), (1, 1), (2, 2), (1, 1)]
+
+
 def test_dora_of_a_head_in_float64(device):
     stock = adapted_model(device, use_dora=True, target_modules=["q_proj", "lm_head"]).double()
     model = copy.deepcopy(stock)

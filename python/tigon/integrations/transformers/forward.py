@@ -37,7 +37,10 @@ class Forward:
         same = kind is self.seen and not self.helpers and getattr(kind, self.name, None) is self.method
         if same or self.replaces_own():
             return self.function(self.module, self.spec, *args, **kwargs)
-        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+        in_place = _ours(self.module.__dict__.get(_place(self.module, self.name))) is self
+        # What wraps this forward has kept the class's of then, and so does a wrapper of a bound method.
+        method = getattr(kind, self.name) if in_place or self.method is None else self.method
+        return method(self.module, *args, **kwargs)
 
     def replaces_own(self) -> bool:
         """Whether the class still has the replaced method and the methods that it calls."""

@@ -310,6 +310,8 @@ def _state(module, spec: LoraSpec, x) -> LoraState | None:
     if seen is None or seen != spec.seen:
         spec.seen, spec.state = None, None
         state = _find_state(module, x, spec.fp8)
+        if state is not None and seen is None:  # a parametrisation makes the weight anew in each call
+            return state._replace(shareable=False)
         if state is None or not set(map(id, (*state.call[1], state.base.bias))) <= {
             *map(id, state.sources),
             id(None),
