@@ -437,7 +437,13 @@ class Life:
 
     def weight_norm(self):
         path = self.path(nn.Linear)
-        return lambda model: [nn.utils.parametrizations.weight_norm(model.get_submodule(path))]
+
+        def act(model):
+            module = model.get_submodule(path)
+            if not nn.utils.parametrize.is_parametrized(module):
+                nn.utils.parametrizations.weight_norm(module)
+
+        return act
 
     def layers(self):
         """Layers change places, or the last one goes."""
