@@ -6,7 +6,6 @@ draws lives as rounds of the kind ``model``.
 
 import contextlib
 import copy
-import io
 import random
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ sys.path += [str(Path(__file__).parent / "hf"), str(Path(__file__).parents[1] / 
 
 import peft
 from graph_recorder import recording
-from tiny import FAMILIES, VOCABULARY, make
+from tiny import FAMILIES, VOCABULARY, loaded, make
 from tiny_config import tiny_config
 
 import tigon
@@ -74,7 +73,7 @@ def drawn_batch(draw: random.Random, model, sizes: list[tuple[int, int]], left: 
     return inputs
 
 
-# Losses of a program's own. `kept` are logits of a call in training.
+# Losses of a program's own.
 def shifted(logits, labels):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
 
@@ -199,13 +198,7 @@ class Life:
         return copy.deepcopy
 
     def pickled(self):
-        def act(model):
-            file = io.BytesIO()
-            torch.save(model, file)
-            file.seek(0)
-            return torch.load(file, weights_only=False)
-
-        return act
+        return loaded
 
     def loaded(self):
         by = self.draw.choice((0.9, 1.1))
@@ -481,13 +474,13 @@ class Life:
         inputs = self.batch()
         labels = inputs.pop("labels")
         inputs.pop("num_items_in_batch", None)
-        loss_of = self.draw.choice(LOSSES)
-        self.log[-1] += f" {loss_of.__name__}"
+        own = self.draw.choice(LOSSES)
+        self.log[-1] += f" {own.__name__}"
 
         def call(model):
             model.zero_grad()
             output = model(**inputs)
-            loss = loss_of(output[0] if isinstance(output, tuple) else output.logits, labels)
+            loss = own(output[0] if isinstance(output, tuple) else output.logits, labels)
             loss.backward()
             return {"loss": loss.detach()} | gradients(model)
 
@@ -501,7 +494,7 @@ class Life:
         def call(model):
             x = model.get_input_embeddings()(ids).detach().requires_grad_()
             output = model(inputs_embeds=x, **inputs)
-            loss = output[0] if isinstance(output, tuple) else output.loss
+            loss = loss_of(output)
             return {"loss": loss.detach(), "x": torch.autograd.grad(loss, x)[0]}
 
         return call
@@ -514,7 +507,7 @@ class Life:
         def call(model):
             model.zero_grad()
             outputs = [model(**inputs) for inputs in pair]
-            losses = [one[0] if isinstance(one, tuple) else one.loss for one in outputs]
+            losses = [*map(loss_of, outputs)]
             for loss in losses[::order]:
                 loss.backward()
             return {"first": losses[0].detach(), "second": losses[1].detach()} | gradients(model)
@@ -528,7 +521,7 @@ class Life:
         def call(model):
             model.zero_grad()
             output = model(**inputs)
-            loss = output[0] if isinstance(output, tuple) else output.loss
+            loss = loss_of(output)
             loss.backward(retain_graph=True)
             (0.5 * loss).backward()
             return {"loss": loss.detach()} | gradients(model)
@@ -544,7 +537,7 @@ class Life:
             given = {name: (p * 1.05).detach() for name, p in model.named_parameters()}
             with torch.no_grad():
                 output = torch.func.functional_call(model, given, (), inputs)
-            return {"loss": (output[0] if isinstance(output, tuple) else output.loss).clone()}
+            return {"loss": loss_of(output).clone()}
 
         return call
 
@@ -634,6 +627,10 @@ def near(got: torch.Tensor, want: torch.Tensor, others: dict) -> bool:
         return got.shape == want.shape
     scale = max(t.norm().item() for t in others.values() if t.isfinite().all())
     return (got - want).norm().item() <= 1e-3 * want.norm().item() + 1e-5 * scale + 1e-8
+
+
+def loss_of(output) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output.loss
 
 
 def gradients(model) -> dict:

@@ -44,6 +44,11 @@ _keeps_graph: Callable[[], bool] = getattr(
 )
 
 
+def saves_through_hooks() -> bool:
+    """Whether hooks take the tensors that autograd saves, as checkpoints and offloading have them."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def is_traced_or_transformed() -> bool:
     """Whether a compiler traces the call, or a transform of ``torch.func`` makes it."""
     return is_compiling() or is_transformed()

@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 
 from tigon._deterministic import is_deterministic
 from tigon._dtensor import is_dtensor
+from tigon._op import saves_through_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _STANDARD = {*vars(nn.Module())} - {"training"}
@@ -326,7 +327,7 @@ def _read(switch):
 
 def intercepted() -> str | None:
     """The reason why code that looks at each operation would see only those of a capture, or None."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if saves_through_hooks():
         return "hooks on saved tensors (offloading) would run once only"
     if torch._C._len_torch_dispatch_stack() or not all(type(m) is DeviceContext for m in _function_modes()):
         return "a mode of PyTorch looks at each operation"

@@ -306,7 +306,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx, layout, recompute, x, seed, *tensors):
         made, needs = [quantised() for quantised in layout.quantised], ctx.needs_input_grad
         dense = layout.operands(tensors, made)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        if not _op.saves_through_hooks():
             *ys, t = _matmuls(x, dense, layout.options, seed, made=made)
             _save(ctx, layout, x, seed, t, tensors, recompute, made=made)
             ctx.mark_non_differentiable(*_constant(layout, needs[2], needs[4:], ys))

@@ -38,7 +38,7 @@ class Forward:
         if same or self.replaces_own():
             return self.function(self.module, self.spec, *args, **kwargs)
         in_place = _ours(self.module.__dict__.get(_place(self.module, self.name))) is self
-        # What wraps this forward has kept the class's of then, and so does a wrapper of a bound method.
+        # A wrapper keeps the method that it found, as one around a bound method of the class does.
         method = getattr(kind, self.name) if in_place or self.method is None else self.method
         return method(self.module, *args, **kwargs)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from tigon._dtensor import sharded_loss
-from tigon._op import is_traced_or_transformed
+from tigon._op import is_traced_or_transformed, saves_through_hooks
 from tigon.error import check, refuse
 from tigon.integrations.transformers.causal_loss import COUNTS, causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
@@ -177,7 +177,7 @@ def _why_computed(module, spec, use, hidden) -> str | None:
 def _in_reentrant_checkpoint() -> bool:
     """Whether a backward pass runs a forward again to differentiate the tensors it returns."""
     running = torch._C._current_graph_task_id() != -1
-    return running and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return running and not saves_through_hooks()
 
 
 def _foreign(hook) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tigon._dtensor import KERNEL_DTYPES, PLAIN
-from tigon._op import is_traced_or_transformed
+from tigon._op import is_traced_or_transformed, saves_through_hooks
 from tigon.error import refuse
 from tigon.integrations.transformers.canonical import NoSource, source_tree
 from tigon.integrations.transformers.forward import (
@@ -158,9 +158,8 @@ class Siblings:
         self.forget()
         # The others' kept states may be out of date: each layer checks when it is called. A checkpoint counts
         # what its two runs save, so there they are looked at now.
-        counted = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         known = self.specs and self.specs[0] is spec and _same([s.state for s in self.specs], self.states)
-        if counted or not known:
+        if not known or saves_through_hooks():
             self._gather(spec, x, state)
         y, *ys = _adapted(x, state.dtype, self.prepared, all_norms=spec.all_norms)
         self.x, self.version = weakref.ref(x), x._version

@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from tigon._dtensor import PLAIN
-from tigon._op import is_transformed
+from tigon._op import is_transformed, saves_through_hooks
 from tigon.error import check, refuse
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, bound, plain, stock
 from tigon.integrations.transformers.head_operands import is_linear, is_lora
@@ -214,7 +214,7 @@ def run_layer(place: Place, function, *args, **options):
     kind = place.kind
     if kind is None or torch.compiler.is_compiling():
         return function(*args)
-    managed = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    managed = saves_through_hooks()
     usual = place.at > 0 or kind.layers < 3  # the first one's input may need no gradient
     if kind.dropped is None and usual and not managed and torch._C._current_graph_task_id() == -1:
         return _measured(place, function, args)
